@@ -243,7 +243,12 @@ def test_where_documents_are_masked_no_target_is_in_another_document(source):
     assert (source.document_end, masked.document_end) == (None, end)
 
     x, y, val_x, val_y = batches[0]
-    expected = [x, y.masked_fill(x == end, IGNORE_INDEX), val_x, val_y.masked_fill(val_x == end, IGNORE_INDEX)]
+    expected = [
+        x,
+        y.masked_fill(x == end, IGNORE_INDEX),
+        val_x,
+        val_y.masked_fill(val_x == end, IGNORE_INDEX),
+    ]
 
     assert (x == end).any()
     assert (val_x == end).any()

@@ -112,7 +112,10 @@ ALL = ["empty.txt", "latin.txt", "part0/00.txt", "part0/03.txt", "part1/01.txt",
         (["part[12]/*"], ["part1/01.txt", "part1/t.md", "part2/02.txt"]),
         (["part*/00.txt", "empty.txt", "{root}/latin.txt"], ["empty.txt", "latin.txt", "part0/00.txt"]),
         # Under patterns of their own they would have one id, and so be one file, on one side of the split.
-        (["part0/*.md", "part1/t.md", "part1/part0/*"], ["corpus/part0/t.md", "part1/part0/t.md", "part1/t.md"]),
+        (
+            ["part0/*.md", "part1/t.md", "part1/part0/*"],
+            ["corpus/part0/t.md", "part1/part0/t.md", "part1/t.md"],
+        ),
         # What exists is no pattern: its brackets and question marks are themselves.
         (["run [2024]/*.md"], ["b.md", "c.md"]),
         (["a[1].md"], ["a[1].md"]),
@@ -211,7 +214,11 @@ NO_TEXT = r"no column of text in parquet: it has text \(string\), number \(int64
         ("HuggingFace", {"path": None}, r"data\.path is missing"),
         ("HuggingFace", {"text_field": "txt"}, rf"data\.text_field=txt is {NO_TEXT}"),
         ("HuggingFace", {"text_field": "number"}, rf"data\.text_field=number is {NO_TEXT}"),
-        ("HuggingFace", {"split": "dev"}, r"parquet could not be loaded.*data\.split=dev.*offline, use"),
+        (
+            "HuggingFace",
+            {"split": "dev"},
+            r"parquet could not be loaded.*data\.split=dev.*offline, use",
+        ),
         ("HuggingFace", {"path": "json"}, r"data\.path=json could not be loaded"),
     ],
 )
@@ -237,7 +244,14 @@ def test_data_classes_of_a_users_own_are_built_if_their_package_is_named(tmp_pat
 
 @pytest.mark.parametrize(
     "target",
-    ["os.system", "data.nothing.X", "database.X", "data.text.np.save", "data.text.TextData", "data.text.Path"],
+    [
+        "os.system",
+        "data.nothing.X",
+        "database.X",
+        "data.text.np.save",
+        "data.text.TextData",
+        "data.text.Path",
+    ],
 )
 def test_nothing_but_data_classes_is_built(target):
     with pytest.raises(ValueError, match=r"is not a Data class .*ROPEWALK_PLUGINS"):
@@ -265,7 +279,13 @@ def test_every_option_stands_in_its_yaml_with_its_default(path):
 
 
 def test_a_run_of_an_older_version_has_the_options_of_today():
-    older = {"_target_": "data.text.TextFiles", "name": "text", "files": "x", "min_tokens": 7, "lengths": None}
+    older = {
+        "_target_": "data.text.TextFiles",
+        "name": "text",
+        "files": "x",
+        "min_tokens": 7,
+        "lengths": None,
+    }
     source = data.build_data(current_options(older))
 
     assert (source.min_tokens, source.bos) == (7, "auto")

@@ -8,7 +8,18 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import ENCODINGS, at_last_scale, attend, build_gpt, build_pe, context, normal, pe_options, read_at, tokens
+from conftest import (
+    ENCODINGS,
+    at_last_scale,
+    attend,
+    build_gpt,
+    build_pe,
+    context,
+    normal,
+    pe_options,
+    read_at,
+    tokens,
+)
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode

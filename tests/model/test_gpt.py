@@ -155,7 +155,12 @@ def test_parameters_are_counted_by_what_they_are_for():
     total = sum(parameter.numel() for parameter in net.parameters())
     embedding = 50 * 64
     tables = 2 * 16 * 64  # one for each layer
-    expected = {"total": total, "embedding": embedding, "position": tables, "body": total - embedding - tables}
+    expected = {
+        "total": total,
+        "embedding": embedding,
+        "position": tables,
+        "body": total - embedding - tables,
+    }
 
     assert n_parameters(net) == expected
 

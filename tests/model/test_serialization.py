@@ -37,7 +37,12 @@ def changed(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-CHANGES = [{"vocab_size": 51}, {"original_len": 49}, {"train_len": 33}, {"tokenizer": {"tokenizer": "y"}}]
+CHANGES = [
+    {"vocab_size": 51},
+    {"original_len": 49},
+    {"train_len": 33},
+    {"tokenizer": {"tokenizer": "y"}},
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)

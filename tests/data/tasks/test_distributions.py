@@ -44,8 +44,10 @@ def order_of_queries(symbols, answers):
 
 
 FLIP_FLOP = (FlipFlop(), 128)
-COPY = (SelectiveCopy(kinds=5), 8)  # two symbols, and as many blanks for each of them as the difficulty says
-RECALL = (Recall(pairs=3, keys=4, values=5), 13)  # three pairs, three queries and two of filler
+# Two symbols, and as many blanks for each of them as the difficulty says.
+COPY = (SelectiveCopy(kinds=5), 8)
+# Three pairs, three queries and two of filler.
+RECALL = (Recall(pairs=3, keys=4, values=5), 13)
 # What is uniform: the task and the length, the difficulty, what of a sample, and how many kinds there are.
 UNIFORM = {
     "bits written": (*FLIP_FLOP, "in-distribution", bits_after("w"), 2),
@@ -54,11 +56,27 @@ UNIFORM = {
     "places of blanks": (*COPY, "in-distribution", which_are_blank, comb(4, 2)),
     "places of few blanks": (*COPY, "dense", which_are_blank, comb(3, 2)),
     "places of many blanks": (*COPY, "sparse", which_are_blank, comb(6, 2)),
-    "keys": (*RECALL, "in-distribution", lambda symbols, answers: [tuple(symbols[0:6:2])], factorial(4)),
+    "keys": (
+        *RECALL,
+        "in-distribution",
+        lambda symbols, answers: [tuple(symbols[0:6:2])],
+        factorial(4),
+    ),
     "values": (*RECALL, "in-distribution", lambda symbols, answers: [tuple(symbols[1:6:2])], 5**3),
     "order of queries": (*RECALL, "in-distribution", order_of_queries, factorial(3)),
-    "places of queries": (*RECALL, "in-distribution", lambda symbols, answers: [tuple(answers)], comb(5, 3)),
-    "operations": (Counting(variables=2), 21, "in-distribution", lambda symbols, answers: [*answers], 18),
+    "places of queries": (
+        *RECALL,
+        "in-distribution",
+        lambda symbols, answers: [tuple(answers)],
+        comb(5, 3),
+    ),
+    "operations": (
+        Counting(variables=2),
+        21,
+        "in-distribution",
+        lambda symbols, answers: [*answers],
+        18,
+    ),
     "symbols to copy": (Copy(), 21, "in-distribution", lambda symbols, answers: [min(answers)], 10),
 }
 
@@ -188,7 +206,8 @@ def are_alike(a, b):
 
 
 @pytest.mark.parametrize(
-    ("variables", "weights", "cap"), [(1, [1, 50, 7], 10), (3, [1, 2, 7], 3), (5, [1, 4, 2], 10), (2, [1, 0, 4], 2)]
+    ("variables", "weights", "cap"),
+    [(1, [1, 50, 7], 10), (3, [1, 2, 7], 3), (5, [1, 4, 2], 10), (2, [1, 0, 4], 2)],
 )
 def test_counting_is_as_its_grammar_draws_it(variables, weights, cap):
     task = Counting(variables=variables, weights=weights, cap=cap)

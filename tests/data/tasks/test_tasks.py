@@ -83,9 +83,16 @@ OPTIONS = {
         "cap": st.sampled_from([1, 2, 10, 99]),
         "weights": st.sampled_from([[1, 50, 7], [1e-9, 0.5, 5], [1e-9, 0, 0], [50, 0, 500], [0.5, 1, 0]]),
     },
-    "recall_aliases": {"keys": st.integers(9, 15), "key_len": st.integers(1, 3), "pairs": st.integers(1, 9)},
+    "recall_aliases": {
+        "keys": st.integers(9, 15),
+        "key_len": st.integers(1, 3),
+        "pairs": st.integers(1, 9),
+    },
     "variables": {"chains": st.integers(1, 5), "hops": st.integers(1, 4)},
-    "group": {"group": st.sampled_from(["z2", "z11", "s2", "s3", "s5", "a3", "a4"]), "generators": st.booleans()},
+    "group": {
+        "group": st.sampled_from(["z2", "z11", "s2", "s3", "s5", "a3", "a4"]),
+        "generators": st.booleans(),
+    },
 }
 
 
@@ -200,7 +207,10 @@ def test_seeds_and_splits_share_no_sample(task):
     long_samples = []
 
     batches = [task.train_batch(range(n), length, seed) for seed in (0, 1)]
-    for part in (task.validation(length, n * length), *task.eval_sets([length], target_tokens=1, sequences=n)[:1]):
+    for part in (
+        task.validation(length, n * length),
+        *task.eval_sets([length], target_tokens=1, sequences=n)[:1],
+    ):
         batches.append(part.batch(0, n))
     for x, y in batches:
         last_target = torch.where(y != IGNORE_INDEX, torch.arange(length), 0).amax(1)

@@ -60,7 +60,12 @@ def entries(tmp_path, monkeypatch):
 def enter(entries, script, tmp_path):
     """`enter(name)` runs the command line on an entry; None: on no entry, only the page."""
     track = ",".join(f"'{option}'" for option in TRACK)
-    own = [f"board={entries}", f"page={tmp_path / 'page.md'}", f"runs_dir={tmp_path / 'runs'}", f"track=[{track}]"]
+    own = [
+        f"board={entries}",
+        f"page={tmp_path / 'page.md'}",
+        f"runs_dir={tmp_path / 'runs'}",
+        f"track=[{track}]",
+    ]
     return lambda name: script(program, f"entry={entries / name}" if name else "entry=null", *own)
 
 

@@ -93,7 +93,8 @@ def solve_frequent_words(context: str) -> set[str]:
     return {word for word, _ in coded[:4]} - {"..."}
 
 
-GIVEN = {"niah_multivalue": 3, "vt": 4, "cwe": 9, "fwe": 2}  # answers that stand in the question; no other task has any
+# Answers that stand in the question; no other task has any.
+GIVEN = {"niah_multivalue": 3, "vt": 4, "cwe": 9, "fwe": 2}
 
 
 @pytest.fixture(params=["bytes", "words"])
@@ -156,7 +157,13 @@ def test_essays_are_whole_sentences_and_lines():
     text = "cut off. A sailor waits.  Who?\n\n  def knots():\n    return 2.5\n" + "rope " * 100
     wrapped = ("rope " * 79 + "rope", "rope " * 19 + "rope")
 
-    assert essay_lines(text) == ("A sailor waits.", "Who?", "  def knots():", "    return 2.5", *wrapped)
+    assert essay_lines(text) == (
+        "A sailor waits.",
+        "Who?",
+        "  def knots():",
+        "    return 2.5",
+        *wrapped,
+    )
     assert essay_lines("") == (NOISE,)
 
 
