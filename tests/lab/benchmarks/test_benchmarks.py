@@ -8,7 +8,7 @@ import torch
 from conftest import write_knots
 
 from conf.schema import parse
-from lab.benchmarks import attention, measure, training
+from lab.benchmarks import attention, measure, rotation, training
 from lab.kernels.check import outcome_of
 from model import position
 from model.position import PositionEncoding, Shape
@@ -92,6 +92,16 @@ def test_a_table_of_times_has_ratios_to_its_first_row(options, monkeypatch):
 
     assert (first["forward, 8"], first["both, 8"]) == ("1e+03 ms", "2e+03 ms")
     assert (other["forward, 8"], other["both, 8"]) == ("3.00 (3.00 to 3.00)", "4.00 (4.00 to 4.00)")
+
+
+def test_all_arithmetic_rotates_alike(options):
+    def rotated(arithmetic):
+        return rotation.rotation(options(), 8, arithmetic=arithmetic, compiled=False)["forward"]()
+
+    half, real, by_complex = map(rotated, rotation.ARITHMETIC)
+    torch.testing.assert_close(by_complex, real)
+    torch.testing.assert_close(half.norm(), real.norm())
+    assert not torch.allclose(half, real)
 
 
 @pytest.mark.parametrize("mode", ["attention", "training"])
