@@ -105,7 +105,14 @@ def by_hand(net, x):
     (block,) = net.blocks
     kernel = block.attn.mix.conv
     channels, width = kernel.shape
-    qkv = block.attn.qkv(block.attn_norm(x))
+
+    def norm(x, name):
+        place = "after" if "post" in name else "before"
+        if net.cfg.norm_at not in (place, "both"):
+            return x
+        return F.layer_norm(x, (64,), getattr(block, name).weight)
+
+    qkv = block.attn.qkv(norm(x, "attn_norm"))
     # PyTorch's convolution has its kernel the other way round, and is causal only with padding that is cut off again.
     convolved = F.conv1d(qkv.mT, kernel.flip(1)[:, None], padding=width - 1, groups=channels)
     qkv = qkv + convolved[..., : x.size(1)].mT
@@ -117,12 +124,14 @@ def by_hand(net, x):
         hidden = torch.ones_like(scores).triu(1).bool()
         out.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[shared])
 
-    x = x + block.attn.out(torch.cat(out, dim=-1))
-    return x + block.mlp.down(F.gelu(block.mlp.up(block.mlp_norm(x)), approximate="tanh"))
+    x = x + norm(block.attn.out(torch.cat(out, dim=-1)), "attn_post_norm")
+    hidden = F.gelu(block.mlp.up(norm(x, "mlp_norm")), approximate="tanh")
+    return x + norm(block.mlp.down(hidden), "mlp_post_norm")
 
 
-def test_a_block_with_a_convolution_and_offset_keys_by_hand():
-    net = randomise(build_gpt("nope", n_layer=1, conv=3, key_offset=True)).double()
+@pytest.mark.parametrize("norm_at", ["before", "after", "both"])
+def test_a_block_with_a_convolution_and_offset_keys_by_hand(norm_at):
+    net = randomise(build_gpt("nope", n_layer=1, conv=3, key_offset=True, norm_at=norm_at)).double()
     idx = tokens(9)
     expected = net.norm(by_hand(net, net.embedding(idx)))
 
