@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_same, attend, context, variables
 
-B = 2
+B = 1
 H = 4
 KV = 2  # heads of keys and values
 D = 16  # channels of a head
