@@ -130,7 +130,8 @@ def test_scores_are_those_of_the_paper(formula, options, window):
     pe = build_pe(formula.__name__, n_kv_head=KV, window=window, **options)
     if formula is pope:
         pe.delta.data.sub_(2.0)  # away from its limits, where it has another gradient
-    assert_is_defined_by(formula, pe, tol=1e-4)
+    has_tables = formula in (pope, scale_invariant, xpos)  # which are fp32
+    assert_is_defined_by(formula, pe, tol=1e-5 if has_tables else 1e-8)
 
 
 @torch.no_grad()
