@@ -125,8 +125,9 @@ def assert_same(out, expected, inputs, tol=1e-10):
     """Equal outputs, and equal gradients of all inputs for the same random weights of the outputs."""
     torch.testing.assert_close(out, expected, rtol=tol, atol=tol)
     weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(9))
-    gradients = torch.autograd.grad((out * weight).sum(), inputs)
-    expected_gradients = torch.autograd.grad((expected * weight).sum(), inputs)
+    options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+    gradients = torch.autograd.grad((out * weight).sum(), inputs, **options)
+    expected_gradients = torch.autograd.grad((expected * weight).sum(), inputs, **options)
     torch.testing.assert_close(gradients, expected_gradients, rtol=tol, atol=tol)
 
 

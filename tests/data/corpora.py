@@ -23,7 +23,12 @@ def write_corpus(folder, documents=40, seed=0):
 def prepared(folder, cache, kind="TextFiles", **options):
     """The corpus in `folder` as a source, or another one of data.text, prepared."""
     files = {"files": f"{folder}/**/*.txt"} if folder else {}
-    common = {"_target_": f"data.text.{kind}", "name": "text", "cache_dir": str(cache), "val_fraction": 0.2}
+    common = {
+        "_target_": f"data.text.{kind}",
+        "name": "text",
+        "cache_dir": str(cache),
+        "val_fraction": 0.2,
+    }
     source = data.base.build_data(common | files | options)
     source.prepare()
     return source

@@ -35,7 +35,9 @@ def test_every_document_once_and_in_one_split(corpus, source):
     assert not set(train) & set(val)
     assert len(val) >= 2
     assert source.prepared["train"].bytes == sum(len(text.encode()) for text in train)
+
     (not_utf8,) = [split.first_not_utf8 for split in source.prepared.values() if split.not_utf8]
+
     assert "latin.txt" in not_utf8
 
 
@@ -53,22 +55,28 @@ def test_tokens_have_the_bytes_of_the_text_and_a_type_that_holds_them(corpus, tm
 
     for split in source.prepared.values():
         stream = split.stream()
+
         assert stream.dtype == dtype
         assert stream[-1] == source.encoder.eot == 256 + n_merges
+
         sizes = source.token_bytes[stream.astype(np.int64)]
+
         assert sizes.sum() == split.bytes > split.tokens
 
 
-def test_moved_new_and_changed_documents(corpus, source, tmp_path):
+def test_a_moved_corpus_is_the_same_data_and_a_changed_one_is_not(corpus, source, tmp_path):
     moved = prepared(shutil.copytree(corpus, tmp_path / "elsewhere"), tmp_path / "cache")
+
     assert moved.identity() == source.identity()
 
     (corpus / "part1" / "new.txt").write_text("a new document")
     more = prepared(corpus, tmp_path / "cache")
     of_more = [text for text in documents_of(more, "val") if text != "a new document"]
+
     assert of_more == documents_of(source, "val")  # a new document moves no other
 
     (corpus / "part0" / "00.txt").write_text("something else")
+
     assert prepared(corpus, tmp_path / "cache").identity() != more.identity()
 
 
@@ -114,10 +122,14 @@ def test_a_damaged_file_is_refused(intact, name, damage):
 
     with pytest.raises(ValueError, match=rf"{path.parent} is damaged .*{name}.*Delete the folder"):
         prepared(None, intact.cache_dir, files=intact.files)
+
     path.write_bytes(DAMAGES[damage](content))
+
     with pytest.raises(ValueError, match=rf"{path.parent} is damaged .*{name}.*Delete the folder"):
         prepared(None, intact.cache_dir, files=intact.files)
+
     path.write_bytes(content)
+
     assert prepared(None, intact.cache_dir, files=intact.files).identity() == intact.identity()
 
 
@@ -140,7 +152,7 @@ def test_documents_that_change_while_they_are_read_are_refused(corpus, tmp_path,
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
-def test_killed_and_run_again_by_two(corpus, source, tmp_path, monkeypatch):
+def test_preparing_that_was_killed_is_done_again_once_by_two_processes(corpus, source, tmp_path, monkeypatch):
     cache = tmp_path / "killed"
     fork = multiprocessing.get_context("fork")
 
@@ -155,19 +167,25 @@ def test_killed_and_run_again_by_two(corpus, source, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Tokenizer, "encode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         assert exit_codes(1) == [-signal.SIGKILL]
+
     assert list(cache.glob("*.partial/val.bin"))
     assert exit_codes(2) == [0, 0]
     assert prepared(corpus, cache).identity() == source.identity()
+
     folders = [path.name for path in cache.iterdir() if path.is_dir()]
+
     assert folders == [source.prepared["val"].folder.name]
 
 
 def test_each_split_needs_a_document(tmp_path):
     (tmp_path / "a.txt").write_text("one")
+
     with pytest.raises(ValueError, match=r"1 documents for val, 0 documents for train.*lower data\.document_bytes"):
         prepared(tmp_path, tmp_path / "cache", document_bytes=10**20)
+
     (tmp_path / "b.txt").write_text("two")
     tiny = prepared(tmp_path, tmp_path / "cache", val_fraction=1e-9)
+
     assert [split.documents for split in tiny.prepared.values()] == [1, 1]
 
 

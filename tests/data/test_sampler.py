@@ -15,20 +15,24 @@ from data.sampler import batch_indices, feistel_permutation, micro_batches
 
 @settings(max_examples=30)
 @given(n=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
-def test_permutation(n, key):
+def test_a_permutation_has_each_index_once(n, key):
     images = feistel_permutation(np.arange(n), n, [key, key // 3, 5, 7])
     assert sorted(images.tolist()) == list(range(n))
 
 
-def test_permutation_shuffles():
+def test_a_permutation_looks_random_and_follows_its_keys():
     n = 10_000
     keys = np.random.SeedSequence(0).generate_state(4, np.uint64)
     images = feistel_permutation(np.arange(n), n, keys)
 
     assert abs(np.corrcoef(np.arange(n), images)[0, 1]) < 0.03  # 3 standard deviations of independent ranks
+
     counts = np.histogram2d(np.arange(n), images, bins=10)[0]
+
     assert chisquare(counts.flatten()).pvalue > 1e-3
+
     others = feistel_permutation(np.arange(n), n, keys + np.uint64(1))
+
     assert (images == others).sum() < 10
 
 

@@ -30,30 +30,31 @@ def encoded(tokenizer, texts) -> list[list[int]]:
 @given(st.text())
 @example("<|endoftext|>")
 @example("\r\n\x00 é 漢字 👩‍👩‍👧" * 30)
-def test_bytes_are_the_bytes_of_the_text(text):
-    ids = BYTES.encode([text])[0].tolist()
+def test_the_byte_tokens_of_any_text_are_its_bytes(text):
+    (ids,) = encoded(BYTES, [text])
     assert bytes(ids) == text.encode()
     assert BYTES.decode(ids) == text
 
 
-def test_bytes_vocabulary():
-    assert (BYTES.vocab_size, BYTES.eot, BYTES.bos, BYTES.label) == (257, 256, None, "bytes")
+def test_the_byte_vocabulary_has_one_more_token_which_ends_a_text():
+    assert (BYTES.vocab_size, BYTES.eot, BYTES.bos) == (257, 256, None)
     assert BYTES.token_bytes.tolist() == [1] * 256 + [0]
     assert BYTES.decode([104, 105, 256]) == "hi<|endoftext|>"
-    assert BYTES.encode(["a\ud800b"])[0].tolist() == list(b"a?b")
+    assert encoded(BYTES, ["a\ud800b"]) == [list(b"a?b")]  # UTF-8 has no lone surrogates
 
 
-def test_vocabulary_file(tmp_path):
+def test_a_vocabulary_file_gives_the_ids_of_its_ranks(tmp_path):
     path = write_vocabulary(tmp_path / "tiny.tiktoken", skip=4)
     tokenizer = Tokenizer(path)
-    texts = ["the then<|endoftext|>", "then, the end: é", "", "the"]
-    ids = encoded(tokenizer, texts)
     th, the, after_blank, end = range(260, 264)
+    texts = ["the then<|endoftext|>", "then, the end: é", "", "the"]
+
+    ids = encoded(tokenizer, texts)
 
     assert ids[0][:3] == [the, after_blank, ord("n")]
     assert ids[2:] == [[], [the]]
     assert tokenizer.eot == end not in ids[0]
-    assert list(map(tokenizer.decode, ids)) == texts
+    assert [tokenizer.decode(of_text) for of_text in ids] == texts
     assert tokenizer.token_bytes[[0, 256, th, the, after_blank, end]].tolist() == [1, 0, 2, 3, 4, 0]
     assert tokenizer.decode([104, 257, 105, 10**6]) == "hi"  # unused ids decode to nothing
     assert Tokenizer(path).hash == tokenizer.hash != BYTES.hash
@@ -75,19 +76,30 @@ def with_line(line):
     return write
 
 
-BAD_LINES = ["YQ==", "!! 3", "Yg== b", "YWI= 7", "YWI= -1", "YWI= 100000000000"]
-NO_VOCABULARIES = [os.mkfifo, sparse, lambda path: path.write_text("YQ== 0\n"), lambda path: None]
+NO_VOCABULARIES = {
+    "pipe": os.mkfifo,
+    "without an end": sparse,
+    "one byte": lambda path: path.write_text("YQ== 0\n"),
+    "missing": lambda path: None,
+    "no rank": with_line("YQ=="),
+    "no base64": with_line("!! 3"),
+    "no number": with_line("Yg== b"),
+    "rank of another": with_line("YWI= 7"),
+    "negative rank": with_line("YWI= -1"),
+    "too large a rank": with_line("YWI= 100000000000"),
+}
 
 
-@pytest.mark.parametrize("write", [*map(with_line, BAD_LINES), *NO_VOCABULARIES])
-def test_what_is_no_vocabulary_is_refused_at_once(tmp_path, write):
-    write(tmp_path / "v.tiktoken")
+@pytest.mark.parametrize("kind", NO_VOCABULARIES)
+def test_what_is_no_vocabulary_is_refused_at_once(tmp_path, kind):
+    path = tmp_path / "v.tiktoken"
+    NO_VOCABULARIES[kind](path)
     with pytest.raises(ValueError, match=r"v\.tiktoken is neither bytes nor gpt2, .* nor a vocabulary file"):
-        Tokenizer(str(tmp_path / "v.tiktoken"))
+        Tokenizer(str(path))
 
 
 @pytest.mark.long
-def test_where_a_library_gives_up_is_an_error(tmp_path):
+def test_a_text_at_which_the_library_gives_up_is_an_error(tmp_path):
     """tiktoken's Rust code panics at a million blanks, and a panic is no Exception."""
     tokenizer = Tokenizer(write_vocabulary(tmp_path / "v.tiktoken"))
     with pytest.raises(ValueError, match=r"v\.tiktoken failed \(.*StackOverflow.*data\.document_bytes"):
@@ -95,31 +107,32 @@ def test_where_a_library_gives_up_is_an_error(tmp_path):
 
 
 WORDS = ["rope", " walk", "ing", "  ", "\n", "\t", "é", "e\u0301", "漢字", "👩‍👩‍👧", "'ll", "1234"]
-WORDS += ["\x00", "<tool>", "<|end|>", "</s>"]
-END = {"gpt2": "<|end|>", "llama3": "<|end|>", "qwen": "<|end|>", "llama2": "</s>"}
+SPECIAL_WORDS = ["\x00", "<tool>", "<|end|>", "</s>"]
+BEGIN_AND_END = {
+    "gpt2": ("<|begin|>", "<|end|>"),
+    "llama3": ("<|begin|>", "<|end|>"),
+    "qwen": ("<|begin|>", "<|end|>"),
+    "llama2": ("<s>", "</s>"),
+}
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]  # of Llama 2, for what its vocabulary lacks
 
 
 def byte_level_bpe(kind):
     """The steps of GPT-2, Llama 3 and Qwen, and the trainer of their vocabulary."""
-    byte_level = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if kind != "gpt2":
-        split = lib.pre_tokenizers.Split(lib.Regex(FILE_PATTERN), "isolated")
-        without_regex = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        byte_level = lib.pre_tokenizers.Sequence([split, without_regex])
+    split = lib.pre_tokenizers.Split(lib.Regex(FILE_PATTERN), "isolated")
+    as_bytes = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "gpt2")
     tokenizer = lib.Tokenizer(lib.models.BPE())
-    tokenizer.normalizer = lib.normalizers.NFC() if kind == "qwen" else None
-    tokenizer.pre_tokenizer = byte_level
+    tokenizer.pre_tokenizer = as_bytes if kind == "gpt2" else lib.pre_tokenizers.Sequence([split, as_bytes])
     tokenizer.decoder = lib.decoders.ByteLevel()
+    if kind == "qwen":
+        tokenizer.normalizer = lib.normalizers.NFC()
     alphabet = lib.pre_tokenizers.ByteLevel.alphabet()
     return tokenizer, lib.trainers.BpeTrainer(initial_alphabet=alphabet, vocab_size=600)
 
 
-BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]  # for what the vocabulary lacks
-
-
 def sentencepiece_bpe():
     """The steps of Llama 2, and the trainer of its vocabulary."""
-    tokenizer = lib.Tokenizer(lib.models.BPE())
+    tokenizer = lib.Tokenizer(lib.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     normalizers = [lib.normalizers.Prepend("▁"), lib.normalizers.Replace(" ", "▁")]
     tokenizer.normalizer = lib.normalizers.Sequence(normalizers)
     decoders = [lib.decoders.Replace("▁", " "), lib.decoders.ByteFallback(), lib.decoders.Fuse()]
@@ -132,19 +145,12 @@ def published(kind, folder, **changes):
 
     `changes` replace parts of the file.
     """
-    if kind == "llama2":
-        tokenizer, trainer = sentencepiece_bpe()
-        special = ["<unk>", "<s>", "</s>"]
-        begin = "<s>"
-        ordinary = []
-    else:
-        tokenizer, trainer = byte_level_bpe(kind)
-        special = ["<|begin|>", "<|end|>"]
-        begin = "<|begin|>"
-        ordinary = ["<tool>"]
-    tokenizer.train_from_iterator(WORDS * 3, trainer)
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(ordinary)
+    is_llama2 = kind == "llama2"
+    begin, end = BEGIN_AND_END[kind]
+    tokenizer, trainer = sentencepiece_bpe() if is_llama2 else byte_level_bpe(kind)
+    tokenizer.train_from_iterator([*WORDS, *SPECIAL_WORDS] * 3, trainer)
+    tokenizer.add_special_tokens(["<unk>", begin, end] if is_llama2 else [begin, end])
+    tokenizer.add_tokens([] if is_llama2 else ["<tool>"])
 
     # What encodes a text here, and must not where documents are encoded.
     special_tokens = [(begin, tokenizer.token_to_id(begin))]
@@ -154,10 +160,8 @@ def published(kind, folder, **changes):
     values = json.loads(tokenizer.to_str())
     values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] not in BYTE_TOKENS]
     values["model"]["ignore_merges"] = kind == "llama3"
-    if kind == "llama2":
-        values["model"] |= {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
     (folder / "tokenizer.json").write_text(json.dumps(values | changes))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": END[kind]}}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": end}}))
 
     theirs = lib.Tokenizer.from_file(str(folder / "tokenizer.json"))
     theirs.no_truncation()
@@ -170,81 +174,94 @@ def random_texts(pieces, n):
     return ["".join(rng.choices(pieces, k=rng.randrange(12))) for _ in range(n)]
 
 
-@pytest.mark.parametrize("kind", END)
+@pytest.mark.parametrize("kind", BEGIN_AND_END)
 def test_published_tokenizers_are_read_as_their_library_does(kind, tmp_path):
     theirs = published(kind, tmp_path)
     ours = HFTokenizer(str(tmp_path))
+    begin, end = BEGIN_AND_END[kind]
 
-    assert ours.eot == theirs.token_to_id(END[kind])
-    assert ours.bos == theirs.encode("rope").ids[0]
+    assert ours.eot == theirs.token_to_id(end)
+    assert ours.bos == theirs.token_to_id(begin)
     assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
 
-    texts = random_texts([*WORDS, *map(chr, range(32, 383))], 1_000)
-    ids_of_texts = encoded(ours, texts)
-    their_ids = [encoding.ids for encoding in theirs.encode_batch(texts, add_special_tokens=False)]
-    for text, ids, expected in zip(texts, ids_of_texts, their_ids, strict=True):
+    texts = random_texts([*WORDS, *SPECIAL_WORDS, *map(chr, range(32, 383))], 1_000)
+    encodings = theirs.encode_batch(texts, add_special_tokens=False)
+    for text, ids, encoding in zip(texts, encoded(ours, texts), encodings, strict=True):
         assert ours.eot not in ids
-        assert ids == expected or END[kind] in text
+        assert ids == encoding.ids or end in text
+
         written = unicodedata.normalize("NFC", text) if kind == "qwen" else text
+
         assert ours.decode(ids) == theirs.decode(ids) == written
+
         blank = kind == "llama2" and text != ""  # before a text
+
         assert ours.token_bytes[ids].sum() == len(written.encode()) + blank
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["bytes", "v.tiktoken", "qwen", "llama2"])
-def test_tokenizers_are_those_of_an_export(name, tmp_path):
-    if name in END:
+def test_an_exported_tokenizer_gives_transformers_the_ids_of_training(name, tmp_path):
+    if name in BEGIN_AND_END:
         published(name, tmp_path)
         ours = HFTokenizer(str(tmp_path))
     else:
         merges = [b"ro", b"op", b"rop", b"ope", b" w", b"alk", b"al", b" walk", b"12", "é".encode()]
         ours = Tokenizer(name if name == "bytes" else write_vocabulary(tmp_path / name, merges))
+    texts = random_texts([*WORDS, "\x00", "<tool>", *"ropewalk 12"], 300)
+    ids = encoded(ours, texts)
     out = tmp_path / "out"
     out.mkdir()
+
     write(ours, out)
+
     theirs = transformers.AutoTokenizer.from_pretrained(out)
 
     assert theirs.eos_token_id == ours.eot
-    texts = random_texts([*WORDS[:-2], *"ropewalk 12"], 300)  # without the names of end tokens
-    ids = encoded(ours, texts)
     assert theirs(texts, add_special_tokens=False)["input_ids"] == ids
     assert encoded(HFTokenizer(str(out)), texts) == ids
 
 
-@pytest.mark.parametrize(
-    ("changes", "config", "message"),
-    [
-        ({"decoder": None}, None, "the bytes of its tokens are unknown"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, None, "the bytes of its tokens are unknown"),
-        ({}, {"eos_token": "x"}, "no special token that ends a text.*eos_token in"),
-        ({}, {}, "no special token that ends a text.*eos_token in"),
-    ],
-)
-def test_published_tokenizers_that_cannot_be_used(tmp_path, changes, config, message):
-    published("gpt2", tmp_path, **changes)
-    if config is not None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=rf"data\.tokenizer=hf:{tmp_path}.*{message}"):
-        HFTokenizer(str(tmp_path))
+def rewritten(name, **changes):
+    """What replaces values in a JSON file of a folder; values of None are left out."""
+
+    def damage(folder):
+        path = folder / name
+        values = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps(values))
+
+    return damage
 
 
-TOO_MANY = json.dumps({"model": {"type": "BPE", "vocab": {"a": 200_000_000}, "merges": []}})
+UNKNOWN = "the bytes of its tokens are unknown"
+NO_END = "no special token that ends a text.*eos_token in"
+UNREADABLE = r"tokenizer\.json cannot be read"
+TOO_MANY = {"type": "BPE", "vocab": {"a": 200_000_000}, "merges": []}
+DAMAGES = {
+    "another decoder": (rewritten("tokenizer.json", decoder=None), UNKNOWN),
+    "another cut": (rewritten("tokenizer.json", pre_tokenizer={"type": "Whitespace"}), UNKNOWN),
+    "unknown end": (rewritten("tokenizer_config.json", eos_token="x"), NO_END),
+    "no end": (rewritten("tokenizer_config.json", eos_token=None), NO_END),
+    "no model": (rewritten("tokenizer.json", model={}), UNREADABLE),
+    "without an end": (lambda folder: sparse(folder / "tokenizer.json"), UNREADABLE),
+    "too many ids": (
+        rewritten("tokenizer.json", model=TOO_MANY, added_tokens=[], post_processor=None),
+        "200,000,001 ids: at most 4,194,304",
+    ),
+    "SentencePiece's file": (
+        lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"),
+        r"tokenizer\.model alone",
+    ),
+    "missing": (lambda folder: (folder / "tokenizer.json").unlink(), r"no tokenizer\.json"),
+}
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (sparse, r"tokenizer\.json cannot be read"),
-        (lambda path: path.write_text('{"model": {}}'), r"tokenizer\.json cannot be read"),
-        (lambda path: path.write_text(TOO_MANY), "200,000,001 ids: at most 4,194,304"),
-        (lambda path: path.rename(path.with_name("tokenizer.model")), r"tokenizer\.model alone"),
-        (os.remove, r"no tokenizer\.json"),
-    ],
-)
-def test_files_that_are_no_tokenizer(tmp_path, damage, message):
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_published_tokenizer_that_cannot_be_used_is_named_with_the_reason(tmp_path, kind):
     published("gpt2", tmp_path)
-    damage(tmp_path / "tokenizer.json")
+    damage, message = DAMAGES[kind]
+    damage(tmp_path)
+
     with pytest.raises(ValueError, match=rf"data\.tokenizer=hf:{tmp_path}.*{message}"):
         HFTokenizer(str(tmp_path))
 
@@ -254,7 +271,7 @@ ENDS = [-1, 10**30, True, [True], [0.5], {"content": [1]}, "", None, [], {"conte
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "generation_config.json", "config.json"])
 def test_any_end_token_is_an_id_or_an_error_that_names_a_file(tmp_path, file):
-    theirs = published("gpt2", tmp_path)
+    end = published("gpt2", tmp_path).token_to_id("<|end|>")
     (tmp_path / "tokenizer_config.json").unlink()
     values = [[], 1, *({key: end} for key in ("eos_token", "eos_token_id") for end in ENDS)]
 
@@ -262,8 +279,9 @@ def test_any_end_token_is_an_id_or_an_error_that_names_a_file(tmp_path, file):
         (tmp_path / file).write_text(json.dumps(value))
         with pytest.raises(ValueError, match=rf"{tmp_path}/\w*config\.json"):
             HFTokenizer(str(tmp_path))
-    end = theirs.token_to_id("<|end|>")
+
     (tmp_path / file).write_text(json.dumps({"eos_token_id": [end, 7]}))
+
     assert HFTokenizer(str(tmp_path)).eot == end
 
 
@@ -274,7 +292,7 @@ def test_a_long_run_of_one_letter_is_cut_before_training(tmp_path):
     assert max(map(len, Tokenizer(str(path)).ranks)) <= 1000
 
 
-def test_a_vocabulary_is_trained_on_the_training_split(tmp_path):
+def test_a_vocabulary_is_trained_on_the_training_split_alone_and_is_the_same_again(tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
     val = documents_of(prepared(corpus, tmp_path / "plain"), "val")
     for path in corpus.rglob("*.txt"):
@@ -292,7 +310,7 @@ def test_a_vocabulary_is_trained_on_the_training_split(tmp_path):
 
 
 @pytest.mark.parametrize("size", ["", "256", "many", "5000"])
-def test_sizes_that_cannot_be_trained(tmp_path, size):
+def test_a_size_that_cannot_be_trained_is_an_error(tmp_path, size):
     corpus = write_corpus(tmp_path / "corpus", documents=5)
     with pytest.raises(ValueError, match=rf"data\.tokenizer=train:{size}: (give train: a number|.* ask for fewer)"):
         prepared(corpus, tmp_path / "a", tokenizer=f"train:{size}")
@@ -313,51 +331,61 @@ NO_MARKS = {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "Strip
 def test_bits_per_byte_count_the_bytes_of_the_text(tmp_path, kind, changes, same):
     """Tokens may have other bytes than the text that they were made of."""
     corpus = write_corpus(tmp_path / "corpus")
-    published(kind, tmp_path, **changes)
-    source = prepared(corpus, tmp_path / "cache", tokenizer=f"hf:{tmp_path}")
     texts = [path.read_bytes().decode("utf-8", "replace") for path in corpus.rglob("*.txt")]
+    published(kind, tmp_path, **changes)
+
+    source = prepared(corpus, tmp_path / "cache", tokenizer=f"hf:{tmp_path}")
+
     val = source.prepared["val"]
 
     assert val.bytes + source.prepared["train"].bytes == sum(len(text.encode()) for text in texts)
+
     stream = val.stream().astype(np.int64)
+
     assert float(source.token_bytes[stream].sum()) == pytest.approx(val.bytes)
     assert (source.encoder.token_bytes[stream].sum() == val.bytes) == same
 
 
-@pytest.mark.parametrize("bos", ["auto", "none"])
-def test_windows_and_prompts_begin_as_the_tokenizer_begins_texts(tmp_path, bos):
+@pytest.fixture
+def with_and_without_bos(tmp_path):
+    """One corpus whose tokenizer puts a token before each text: as it does, and with that token left out."""
     corpus = write_corpus(tmp_path / "corpus", documents=10)
     published("llama3", tmp_path)
     options = {"tokenizer": f"hf:{tmp_path}", "val_fraction": 0.4}
-    source = prepared(corpus, tmp_path / "cache", **options, bos=bos)
-    plain = prepared(corpus, tmp_path / "cache", **options, bos="none")
+    return [prepared(corpus, tmp_path / "cache", **options, bos=bos) for bos in ("auto", "none")]
+
+
+def test_windows_and_prompts_begin_as_the_tokenizer_begins_texts(with_and_without_bos):
+    source, plain = with_and_without_bos
     start = source.encoder.bos
-    is_first = bos == "auto"
 
     assert source.decode([start]) == "<|begin|>"
     assert source.token_bytes[start] == 0
-    assert source.prompt("rope") == [start] * is_first + plain.prompt("rope")
-    assert source.identity() == plain.identity() | ({"bos": start} if is_first else {})
+    assert source.prompt("rope") == [start, *plain.prompt("rope")]
+    assert source.identity() == plain.identity() | {"bos": start}
 
     def batches(data):
-        """And what identifies their texts."""
-        parts = [data.validation(16, 64), *data.eval_sets([8, 16], target_tokens=4, sequences=4)]
-        return [(*data.train_batch(range(4), 16, 0), ""), *((*part.batch(0, 4), part.texts_hash) for part in parts)]
+        """Inputs, targets, and what identifies the texts."""
+        yield *data.train_batch(range(4), 16, 0), None
+        for part in (data.validation(16, 64), *data.eval_sets([8, 16], target_tokens=4, sequences=4)):
+            yield *part.batch(0, 4), part.texts_hash
 
     for (x, y, texts), (plain_x, plain_y, plain_texts) in zip(batches(source), batches(plain), strict=True):
-        assert (x[:, 0] == start).all() == is_first
+        assert (x[:, 0] == start).all()
         assert torch.equal(x[:, 1:], plain_x[:, 1:])
         assert torch.equal(y, plain_y)
-        assert texts == "" or (texts != plain_texts) == is_first
+        assert texts is None or texts != plain_texts
 
-    # So does a part of a text that a measure reads alone.
+
+def test_a_part_of_a_text_that_a_measure_reads_alone_begins_so_too(with_and_without_bos):
+    source, plain = with_and_without_bos
     part = source.validation(16, 64)
     x, _ = part.batch(0, 4)
+    plain_x, _ = plain.validation(16, 64).batch(0, 4)
+
     window = inputs_of(x, slice(3, 7), part.text_start)
-    assert (window[:, 0] == start).all() == is_first
+    plain_window = inputs_of(plain_x, slice(3, 7), None)
+
+    assert (window[:, 0] == source.encoder.bos).all()
     assert torch.equal(window[:, 1:], x[:, 4:7])
-
-
-def test_a_tokenizer_that_puts_nothing_before_a_text_has_no_start(tmp_path):
-    published("gpt2", tmp_path, post_processor=None)
-    assert HFTokenizer(str(tmp_path)).bos is None
+    assert torch.equal(plain_window, plain_x[:, 3:7])

@@ -29,32 +29,39 @@ def test_sinusoids_equal_their_definition(scale, base):
 def test_the_learned_table_is_interpolated_as_defined(scale):
     pe = at_last_scale(build_pe("learned", dim=6, train_len=8, scale=scale))
     length = int(8 * scale)
-
-    assert pe.max_len == length
     (x,) = normal((2, length, 6))
+    place = torch.arange(length) / scale
+    below = place.long()
+    above = (below + 1).clamp(max=7)
+    rest = (place - below)[:, None]
+
     added = pe.embed(x, torch.arange(length)) - x
-    for position in range(length):
-        place = position / scale
-        below = int(place)
-        expected = (below + 1 - place) * pe.table[below] + (place - below) * pe.table[min(below + 1, 7)]
-        torch.testing.assert_close(added[:, position], expected.expand(2, -1), rtol=0, atol=1e-6)
+
+    expected = (1 - rest) * pe.table[below] + rest * pe.table[above]
+
+    torch.testing.assert_close(added, expected.expand(2, -1, -1), rtol=0, atol=1e-6)
+    assert pe.max_len == length
 
 
-def test_a_text_beyond_the_table_is_an_error_that_names_the_remedy():
+@pytest.mark.parametrize(
+    ("scale", "length", "message"),
+    [
+        (1.0, 16, r"17 tokens.*16 positions.*pe\.scale=2"),
+        (4.0, 64, r"65 tokens.*64 positions.*pe\.scale=5"),
+    ],
+)
+def test_a_text_beyond_the_table_is_an_error_that_names_the_remedy(scale, length, message):
+    """At once, and after what a cache holds."""
     net = build_gpt("learned", train_len=16)
-    scaled = read_at(net, 4.0)
-    text = torch.zeros(1, 65, dtype=torch.long)
+    encodings = read_at(net, scale)
+    text = torch.zeros(1, length + 1, dtype=torch.long)
     cache = Cache()
-    net(text[:, :16], cache=cache)
-    net(text[:, :64], encodings=scaled)
+    net(text[:, :-1], encodings=encodings, cache=cache)
 
-    for beyond, options, message in (
-        (text[:, :17], {}, r"17 tokens.*16 positions.*pe\.scale=2"),
-        (text[:, :1], {"cache": cache}, r"17 tokens.*16 positions.*pe\.scale=2"),
-        (text, {"encodings": scaled}, r"65 tokens.*pe\.scale=5"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            net(beyond, **options)
+    with pytest.raises(ValueError, match=message):
+        net(text, encodings=encodings)
+    with pytest.raises(ValueError, match=message):
+        net(text[:, -1:], encodings=encodings, cache=cache)
 
 
 def test_training_beyond_the_table_is_an_error_at_once():

@@ -1,112 +1,114 @@
-"""Additive biases and temperatures against their formulas, one pair of positions at a time in float64."""
+"""Additive biases, relative embeddings and temperatures against their formulas, in float64."""
 
-import itertools
 import math
 
 import pytest
 import torch
-from conftest import attend, build_pe, context, normal
+from conftest import build_pe, context, normal
+from definitions import PAST, D, T, assert_is_defined_by, dot, forgotten
+from torch.testing import assert_close
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
-T = 150  # beyond T5's last bucket, and more than one block of queries
 TRAIN_LEN = 32
 
 
-def alibi(pe, h, i, j):
+def nope(pe, q, k, v, x):
+    return dot(q, k)
+
+
+def alibi(pe, q, k, v, x):
     """arXiv 2108.12409: -m_h (i - j), the slopes m_h a geometric series."""
-    slope = 2 ** (-8 * (h + 1) / 4)
-    return -slope * (i - j)
+    slopes = torch.tensor([2**-2, 2**-4, 2**-6, 2**-8])[:, None, None]
+    return dot(q, k) - slopes * PAST
 
 
-def t5(pe, h, i, j):
+def t5(pe, q, k, v, x):
     """arXiv 1910.10683: half of the buckets hold one distance each, the others grow with the logarithm."""
-    distance = i - j
-    half = len(pe.table) / 2
-    if distance < half:
+    half = len(pe.table) // 2
+    buckets = []
+    for distance in range(T):
         bucket = distance
-    else:
-        share = math.log(distance / half) / math.log(pe.max_distance / half)
-        bucket = min(int(half + share * half), len(pe.table) - 1)
-    return pe.table[bucket, h].item()
+        if distance >= half:
+            share = math.log(distance / half) / math.log(pe.max_distance / half)
+            bucket = min(int(half + share * half), len(pe.table) - 1)
+        buckets.append(bucket)
+    return dot(q, k) + pe.table[buckets].T[:, PAST]
 
 
-def kerple(pe, h, i, j):
+def kerple(pe, q, k, v, x):
     """arXiv 2205.09921, the logarithmic kernel: -p ln(1 + a (i - j)), both at least 0.01."""
-    p = max(pe.p[h].item(), 0.01)
-    a = max(pe.a[h].item(), 0.01)
-    return -p * math.log(1 + a * (i - j))
+    p, a = (parameter.clamp(min=0.01)[:, None, None] for parameter in (pe.p, pe.a))
+    return dot(q, k) - p * torch.log(1 + a * PAST)
 
 
-def fire(pe, h, i, j):
+def fire(pe, q, k, v, x):
     """arXiv 2310.04418: a network of ln(1 + c (i - j)) / ln(1 + c max(i, L))."""
-    c = abs(pe.c.item())
-    longest = max(i, abs(pe.l_multiplier.item() * pe.init_l))
-    x = math.log(1 + c * (i - j)) / (math.log(1 + c * longest) + 1e-6)
-    out = pe.down_bias[h].item()
-    for weight, bias, down in zip(pe.up_weight[:, 0], pe.up_bias, pe.down_weight[h], strict=True):
-        out += (down * max(0.0, weight * x + bias)).item()
-    return out
+    c = pe.c.abs()
+    longest = torch.arange(T)[:, None].maximum((pe.l_multiplier * pe.init_l).abs())
+    relative = torch.log(1 + c * PAST) / (torch.log(1 + c * longest) + 1e-6)
+    hidden = (relative[..., None] * pe.up_weight[:, 0] + pe.up_bias).relu()  # [T, T, width]
+    bias = hidden @ pe.down_weight.T + pe.down_bias
+    return dot(q, k) + bias.permute(2, 0, 1)
 
 
-def fox(pe, h, i, j):
+def fox(pe, q, k, v, x):
     """arXiv 2503.02130: the sum of the logarithms of the forget gates between the two."""
-    return LOG_GATES[j + 1 : i + 1, h].sum()
+    return dot(q, k) + forgotten(pe, x)
 
 
-def nope(pe, h, i, j):
-    return 0.0
+def relative(pe, q, k, v, x):
+    """arXiv 1803.02155, with no embeddings of values: q_i.(k_j + r_[i-j]) / sqrt(D)."""
+    embeddings = pe.distances
+    if pe.beyond == "zero":
+        embeddings = torch.cat((embeddings, torch.zeros(D, 1)), dim=1)
+    of_pairs = embeddings[:, PAST.clamp(max=embeddings.size(1) - 1)]  # [D, T, T]
+    return dot(q, k) + torch.einsum("bhid,dij->bhij", q, of_pairs) / math.sqrt(D)
 
 
-LOG_GATES = torch.randn(T, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).sigmoid().log()
-STATE = {"log_gates": LOG_GATES.expand(2, -1, -1)}  # of FoX, [B, T, H]
-FORMULAS = {f.__name__: f for f in (nope, alibi, t5, kerple, fire, fox)}
-OPTIONS = {"fire": {"init_l": 40.0}}  # some queries before L, some after
-# What q.k is multiplied by, of n, the keys that a query sees, and the learned scalar of its head.
-FACTORS = {
-    "none": lambda n, s: 1.0,
-    "log": lambda n, s: max(1.0, math.log(n) / math.log(TRAIN_LEN)),
-    "llama4": lambda n, s: 1 + 0.1 * math.log(1 + n // TRAIN_LEN),
-    "ssmax": lambda n, s: s * math.log(n),
-    "head": lambda n, s: s,
-    1.2: lambda n, s: 1.2,
-}
 CASES = [
-    *itertools.product(FORMULAS, ["none"]),
-    *itertools.product(["nope"], [*FACTORS][1:]),
-    ("alibi", "log"),
+    (nope, {}),
+    (alibi, {}),
+    (t5, {}),
+    (kerple, {}),
+    (fire, {"init_l": 40.0}),  # some queries before L, some after
+    (fox, {}),
+    (relative, {}),
+    (relative, {"max_distance": 3, "beyond": "zero"}),
+    (relative, {"max_distance": 0}),
 ]
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("newest", [T, 50])
-@pytest.mark.parametrize(("name", "temperature"), CASES)
-def test_attention_adds_the_bias_to_the_scaled_scores(name, temperature, newest, window):
-    """For a whole text, and for its newest tokens alone."""
-    options = OPTIONS.get(name, {})
-    pe = build_pe(name, n_kv_head=2, window=window, temperature=temperature, **options).double()
-    learned = [0.0] * 4
-    for parameter in ("ssmax", "head_factor"):
-        if hasattr(pe, parameter):
-            learned = getattr(pe, parameter).flatten().tolist()
-    q, k, v = normal((2, 4, T, 16), (2, 2, T, 16), (2, 2, T, 16), dtype=torch.float64)
-    past = T - newest
-    newest_q = q[:, :, past:]
-    out = attend(pe, newest_q, k, v, STATE, context(pe, T, newest))
+@pytest.mark.parametrize(("formula", "options"), CASES)
+def test_scores_are_those_of_the_paper(formula, options, window):
+    pe = build_pe(formula.__name__, n_kv_head=2, train_len=TRAIN_LEN, window=window, **options)
+    assert_is_defined_by(formula, pe, tol=1e-8)
 
-    for h, i in [(0, past), (1, past + 1), (2, 110), (3, T - 1)]:
-        first = 0
-        if window is not None:
-            first = max(0, i - window + 1)
-        factor = FACTORS[temperature](i + 1 - first, learned[h]) / 4
-        scores = []
-        for j in range(first, i + 1):
-            product = q[1, h, i] @ k[1, h // 2, j]
-            scores.append(product * factor + FORMULAS[name](pe, h, i, j))
-        scores = torch.stack(scores)
-        expected = scores.softmax(0) @ v[1, h // 2, first : i + 1]
-        torch.testing.assert_close(out[1, h, i - past], expected, rtol=1e-5, atol=1e-5)
+
+# What q.k is multiplied by, of n, the keys that a query sees, and the learned scalar of its head.
+FACTORS = {
+    "log": lambda n, s: (n.log() / math.log(TRAIN_LEN)).clamp(min=1),
+    "llama4": lambda n, s: 1 + 0.1 * torch.log(1 + n // TRAIN_LEN),
+    "ssmax": lambda n, s: s * n.log(),
+    "head": lambda n, s: s,
+    1.2: lambda n, s: 1.2,
+}
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("formula", [nope, alibi])
+@pytest.mark.parametrize("temperature", FACTORS)
+def test_a_temperature_multiplies_the_scores_and_not_the_bias(formula, temperature, window):
+    pe = build_pe(formula.__name__, n_kv_head=2, train_len=TRAIN_LEN, window=window, temperature=temperature)
+    learned = {"ssmax": "ssmax", "head": "head_factor"}.get(temperature)
+
+    def scores(pe, q, k, v, x):
+        n = torch.arange(1.0, T + 1).clamp(max=window or T)[:, None]
+        factor = FACTORS[temperature](n, getattr(pe, learned) if learned else None)
+        return formula(pe, factor * q, k, v, x)
+
+    assert_is_defined_by(scores, pe, tol=1e-6)  # factors are fp32
 
 
 # PyTorch's cache does not know for which instructions of the processor its code was written.
@@ -123,11 +125,13 @@ def test_alibi_keeps_its_precision_in_bf16(is_compiled):
     k = torch.zeros(1, 4, length, 16).bfloat16()
     v = normal((1, 4, length, 16))[0].bfloat16()
     attend = torch.compile(pe.attend, **COMPILED) if is_compiled else pe.attend
+
     out = attend(q, k, v, {}, context(pe, length, 1))[0, :, 0].double()
 
     for h in range(4):
-        bias = torch.tensor([alibi(pe, h, length - 1, j) for j in range(length)], dtype=torch.float64)
-        expected = bias.softmax(0) @ v[0, h].double()
+        slope = 2.0 ** (-2 * (h + 1))
+        weights = (slope * torch.arange(length, dtype=torch.float64)).softmax(0)
+        expected = weights @ v[0, h].double()
         assert (out[h] - expected).norm() < 0.01 * expected.norm()
 
 
@@ -135,17 +139,16 @@ def test_alibi_keeps_its_precision_in_bf16(is_compiled):
 def test_alibi_slopes_equal_bloom(n_head):
     slopes = build_pe("alibi", n_head=n_head).slopes(torch.device("cpu"))
     bloom = build_alibi_tensor(torch.ones(1, 2), n_head, torch.float32)  # slope times position of the key
-    torch.testing.assert_close(slopes, bloom[:, 0, 1], rtol=1e-6, atol=0)
+    assert_close(slopes, bloom[:, 0, 1], rtol=1e-8, atol=0)
 
 
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (32, 17), (2, 2), (8, 64), (64, 1000)])
 def test_t5_buckets_equal_transformers(num_buckets, max_distance):
     options = {"num_buckets": num_buckets, "max_distance": max_distance}
     distance = torch.arange(3 * max_distance)
-    bucket = build_pe("t5", **options).bucket(distance)
     expected = T5Attention._relative_position_bucket(-distance, bidirectional=False, **options)
 
-    assert torch.equal(bucket, expected)
+    assert torch.equal(build_pe("t5", **options).bucket(distance), expected)
 
 
 def test_kerple_leaves_its_limit_when_pushed_up():
@@ -168,7 +171,7 @@ def test_kerple_leaves_its_limit_when_pushed_up():
     ],
 )
 @torch.no_grad()
-def test_initial_values_are_uniform(name, parameter, low, high):
+def test_initial_values_of_biases_are_uniform_as_documented(name, parameter, low, high):
     pe = build_pe(name, n_head=64)
     pe.reset_parameters(torch.Generator().manual_seed(0))
     values = getattr(pe, parameter)

@@ -5,7 +5,19 @@ import torch
 from conftest import build_gpt, tokens
 
 # Scalings compute as RoPE does.
-NAMES = ["rope", "xpos", "selective_rope", "pope", "alibi", "fox", "fox_rope", "kerple", "t5", "fire", "relative"]
+NAMES = [
+    "rope",
+    "xpos",
+    "selective_rope",
+    "pope",
+    "alibi",
+    "fox",
+    "fox_rope",
+    "kerple",
+    "t5",
+    "fire",
+    "relative",
+]
 NAMES += ["profiles", "cope", "stick_breaking", "path", "rerope", "dca"]
 
 

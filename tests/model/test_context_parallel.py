@@ -75,7 +75,11 @@ def measure(rank: int, world: int, length: int, folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "length"),
-    [(2, 45), pytest.param(4, 90, marks=pytest.mark.slow), pytest.param(2, 530, marks=pytest.mark.slow)],
+    [
+        (2, 45),
+        pytest.param(4, 90, marks=pytest.mark.slow),
+        pytest.param(2, 530, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_that_share_a_text_have_the_loss_and_gradients_of_one(tmp_path, world, length):
     """Of texts that cannot be cut into equal pieces; the pieces of the longest are longer than a block of queries."""

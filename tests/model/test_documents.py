@@ -41,22 +41,19 @@ def test_the_gradient_is_that_of_the_documents_one_by_one(name, checkpointing):
     """Of RoPE with sinks, and of a learned table with a convolution and offset keys."""
     cfg = {"rope": {"sinks": True}, "learned": {"conv": 4, "key_offset": True}}.get(name, {})
     net = build_gpt(name, train_len=40, checkpointing=checkpointing, **cfg).double().train()
+    parameters = list(net.parameters())
     idx, targets = tokens(40, 4, END).split(2)
     idx[0, [6, 7, 30]] = END
     idx[1, 20] = END
-    sizes = [[7, 1, 23, 9], [21, 19]]
+    sizes = [7, 1, 23, 9, 21, 19]
+    documents = zip(idx.flatten().split(sizes), targets.flatten().split(sizes), strict=True)
+
     loss = net(idx, packed(idx, END), targets=targets)
 
     # A token of a long document counts as much as one of a short one.
-    total = 0.0
-    for row in range(2):
-        documents = zip(idx[row].split(sizes[row]), targets[row].split(sizes[row]), strict=True)
-        for x, y in documents:
-            total += net(x[None], targets=y[None]) * len(x)
+    total = sum(len(x) * net(x[None], targets=y[None]) for x, y in documents)
     expected = total / idx.numel()
-
     torch.testing.assert_close(loss, expected)
-    parameters = list(net.parameters())
     gradients = torch.autograd.grad(loss, parameters)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, parameters))
 
@@ -74,8 +71,9 @@ def test_compiled_once_whatever_the_documents():
         idx[:, ::every] = END
         reading = packed(idx, END)
         loss = compiled(idx, reading, targets=idx)
-        assert torch.equal(loss, net(idx, reading, targets=idx))
         counts.append(counter.frame_count)
+        assert torch.equal(loss, net(idx, reading, targets=idx))
+
     assert len(set(counts[1:])) == 1  # PyTorch 2.11 compiles once more for another number of documents
     torch._dynamo.reset()
 

@@ -3,14 +3,26 @@
 import math
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import pytest
 import torch
-from conftest import ENCODINGS, at_last_scale, attend, build_gpt, build_pe, context, normal, pe_options, read_at, tokens
+from conftest import (
+    ENCODINGS,
+    at_last_scale,
+    attend,
+    build_gpt,
+    build_pe,
+    context,
+    normal,
+    pe_options,
+    read_at,
+    tokens,
+)
 from torch._dynamo.utils import counters
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lab.benchmarks.measure import peak_memory
 from model import gpt, position
@@ -35,16 +47,19 @@ def slow_if_repeated(names, place="") -> list:
     """The names, slow if their hooks are all those of an earlier one; and long if they have a place."""
     seen = set()
     cases = []
-    others = [pytest.mark.long] if place else []
     for name in names:
         first_part = next(iter(position.parts(pe_options(name)).values()))
         cls = position.resolve(first_part["_target_"])
         hooks = tuple(getattr(cls, hook) for hook in HOOKS)
-        marks = [pytest.mark.slow] if hooks in seen else []
-        cases.append(pytest.param(name + place, marks=marks + others))
+        marks = [pytest.mark.long] if place else []
+        if hooks in seen:
+            marks.append(pytest.mark.slow)
         seen.add(hooks)
+        cases.append(pytest.param(name + place, marks=marks))
     return cases
 
+
+each_kind = pytest.mark.parametrize("name", slow_if_repeated(ALONE))
 
 # A place is one of the options below, which decide what is learned, cached or rotated; or a part of a pattern.
 OPTIONS = {
@@ -53,7 +68,10 @@ OPTIONS = {
     "shared": {"gates": "values", "shared": True},
     "turned values": {"values": True},
 }
-PARTS = {"local": ("rope", {"window": WINDOW}), "global": ("nope", {})}
+PARTS = {
+    "local": ("rope", {"window": WINDOW}),
+    "global": ("nope", {}),
+}
 PLACES = [
     *ENCODINGS,
     *slow_if_repeated(ALONE, "-local"),
@@ -82,127 +100,132 @@ def network(name, pe=None, **cfg) -> GPT:
     return build_gpt(name, pe=pe, **cfg)
 
 
-def readings(net, length=LENGTH):
-    """At each scale that an evaluation measures: the encodings, and the longest text up to `length` they can read."""
+def readings(net, longest=LENGTH):
+    """At each scale that an evaluation measures: the network, and the longest text up to `longest` that it can read."""
     for scale in scales_of(net.encodings):
         encodings = read_at(net, scale)
-        yield encodings, min(length, max_len_of(encodings) or length)
+        length = min(longest, max_len_of(encodings) or longest)
+        yield partial(net, encodings=encodings), length
 
 
 def close(found, expected, tolerance=1e-5):
     """Equal, relative to the largest expected number."""
     largest = expected.abs().max().item()
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * largest)
+    assert_close(found, expected, rtol=0, atol=tolerance * largest)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("n_layer", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_decoding_and_chunked_prefill_equal_the_full_forward(placed, n_layer):
+def test_reading_a_text_in_pieces_gives_the_logits_of_the_whole_text(placed, n_layer):
+    """A prompt in pieces, and one token after the other."""
     net = network(**placed, n_layer=n_layer)
-    for encodings, length in readings(net):
+    for read, length in readings(net):
         idx = tokens(length)
-        full = net(idx, encodings=encodings)
+        whole = read(idx)
         # Angles that follow the length of the text differ for the past: in a second layer the cache then holds what was
         # computed while the text was shorter. That is inherent, and bounded.
-        beginning = net(idx[:, :8], encodings=encodings)
-        exact = n_layer == 1 or torch.allclose(beginning, full[:, :8], atol=1e-3)
-        for pieces in ([7, 1, length - 12, 1, 1, 1, 1], 13):
+        beginning = read(idx[:, :8])
+        is_exact = n_layer == 1 or torch.allclose(beginning, whole[:, :8], atol=1e-3)
+
+        for sizes in ([7, 1, length - 12, 1, 1, 1, 1], 13):
             cache = Cache()
-            for piece in idx.split(pieces, dim=1):
-                newest = net(piece, encodings=encodings, cache=cache)[:, -1]
-                if exact or cache.length <= TRAIN_LEN:
-                    so_far = net(idx[:, : cache.length], encodings=encodings)
+            for piece in idx.split(sizes, dim=1):
+                newest = read(piece, cache=cache)[:, -1]
+                if is_exact or cache.length <= TRAIN_LEN:
+                    so_far = read(idx[:, : cache.length])
                     close(newest, so_far[:, -1])
-            close(newest, full[:, -1], 0.05)
+            close(newest, whole[:, -1], 0.05)
 
 
 @torch.no_grad()
-def test_neither_the_future_nor_an_earlier_text_is_seen(placed):
+def test_logits_depend_on_no_later_token_and_on_no_text_read_before(placed):
     net = network(**placed)
-    for encodings, length in readings(net):
-        short = net(tokens(8), encodings=encodings)
-        idx = tokens(length)
+    for read, length in readings(net):
         half = length // 2
-        other_end = torch.cat((idx[:, :half], 49 - idx[:, half:]), dim=1)
-        logits = net(idx, encodings=encodings)
-        other_logits = net(other_end, encodings=encodings)
+        idx = tokens(length)
+        other_end = idx.clone()
+        other_end[:, half:] = 49 - idx[:, half:]
+        short = read(tokens(8))
+
+        logits = read(idx)
+        other_logits = read(other_end)
+
         close(logits[:, :half], other_logits[:, :half], 1e-6)
         assert (logits[:, -1] - other_logits[:, -1]).abs().max() > 1e-4
-        assert torch.equal(net(tokens(8), encodings=encodings), short)
+        assert torch.equal(read(tokens(8)), short)
 
 
 @torch.no_grad()
-def test_documents_are_read_as_if_alone(placed):
+def test_packed_documents_are_read_as_if_each_was_alone(placed):
     net = network(**placed | {"train_len": LENGTH})
-    sizes = [[40], [17, 23], [3, 1, 20, 2, 14]]
+    sizes_of_rows = [[40], [17, 23], [3, 1, 20, 2, 14]]
     idx = tokens(LENGTH, 3) % END
-    for row, row_sizes in zip(idx, sizes, strict=True):
-        ends = torch.tensor(row_sizes).cumsum(0) - 1
+    documents = []
+    for row, sizes in zip(idx, sizes_of_rows, strict=True):
+        ends = torch.tensor(sizes).cumsum(0) - 1
         row[ends[:-1]] = END
+        documents += row.split(sizes)
+
     logits = net(idx, packed(idx, END))
 
-    for row, row_logits, row_sizes in zip(idx, logits, sizes, strict=True):
-        documents = row.split(row_sizes)
-        logits_of_documents = row_logits.split(row_sizes)
-        for document, document_logits in zip(documents, logits_of_documents, strict=True):
-            close(document_logits, net(document[None])[0])
+    alone = [net(document[None])[0] for document in documents]
+
+    close(logits.flatten(0, 1), torch.cat(alone))
 
 
 @torch.no_grad()
 def test_absolute_encodings_and_only_they_notice_a_shift_of_all_positions(encoding):
     net = network(encoding)
-    absolute = any(type(pe).embed is not PositionEncoding.embed for pe in net.encodings)
-    absolute = absolute or encoding == "lerope"  # its temperature counts the tokens from the start of the text
+    is_absolute = any(type(pe).embed is not PositionEncoding.embed for pe in net.encodings)
+    is_absolute = is_absolute or encoding == "lerope"  # its temperature counts the tokens from the start of the text
 
-    for encodings, _ in readings(net):
-        max_len = max_len_of(encodings)
-        n = 4 if max_len == TRAIN_LEN else TRAIN_LEN
-        idx = tokens(n)
-        first = min(100, (max_len or 1000) - n)
+    for read, longest in readings(net, 1000):
+        n = 4 if longest == TRAIN_LEN else TRAIN_LEN
+        first = min(100, longest - n)
         shifted = Reading((torch.arange(first, first + n), n))
-        logits = net(idx, encodings=encodings)
-        difference = (net(idx, shifted, encodings=encodings) - logits).abs().max()
-        assert (difference > 1e-5 * logits.abs().max()) == absolute
+        idx = tokens(n)
+        logits = read(idx)
+        difference = (read(idx, shifted) - logits).abs().max()
+
+        assert (difference > 1e-5 * logits.abs().max()) == is_absolute
 
 
-def test_every_parameter_gets_a_gradient(placed):
-    net = build_gpt(**placed, train_len=TRAIN_LEN).train()
-    idx = tokens(TRAIN_LEN + 1)
-    net(idx[:, :-1], targets=idx[:, 1:]).backward()
-
-    for name, p in net.named_parameters():
-        assert p.grad is not None, name
-        assert p.grad.isfinite().all(), name
-        assert (p.grad != 0).any(), name
-
-
-def test_initial_weights(encoding):
-    """Nothing but parameters is saved; those of the network do not depend on the encoding, nor on the meta device."""
+@torch.no_grad()
+def test_nothing_but_parameters_is_saved_and_an_encoding_changes_no_other_weight(encoding):
+    """So that encodings are compared from the same initial weights."""
     net = build_gpt(encoding)
     weights = net.state_dict()
+    of_nope = build_gpt("nope").state_dict()
+
     parameters = {name for name, _ in net.named_parameters()}
 
     assert set(weights) - {"head.weight"} == parameters
     assert not list(net.buffers())
-    of_nope = build_gpt("nope").state_dict()
     assert {name for name in weights if "position" not in name} == of_nope.keys()
     for name, value in of_nope.items():
         assert torch.equal(weights[name], value)
 
+
+@torch.no_grad()
+def test_a_network_made_on_the_meta_device_gets_the_same_initial_weights(encoding):
+    net = build_gpt(encoding)
     with torch.device("meta"):
         on_meta = build_gpt(encoding)
     on_meta.materialise("cpu")
     for p in on_meta.parameters():
         torch.nn.init.constant_(p, torch.nan)
-    on_meta.init_weights(0)
-    net.init_weights(0)
+
+    for network in (net, on_meta):
+        network.init_weights(0)
+
     idx = tokens(TRAIN_LEN)
+
     assert torch.equal(on_meta(idx), net(idx))
 
 
 @pytest.mark.long
 @torch.no_grad()
-def test_a_checkpoint_trained_at_256_reads_4096(encoding):
+def test_a_checkpoint_trained_at_256_reads_4096_tokens(encoding):
     size = {"n_layer": 1, "n_head": 2, "n_kv_head": 1, "dim": 16}
     trained = build_gpt(encoding, train_len=256, **size)
     options = {}
@@ -221,74 +244,77 @@ def test_a_checkpoint_trained_at_256_reads_4096(encoding):
 
 @torch.no_grad()
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_bf16_stays_near_fp32(encoding, precision):
+def test_logits_in_bf16_stay_near_those_in_fp32(encoding, precision):
     net = network(encoding)
-    exact = [net(tokens(length), encodings=encodings) for encodings, length in readings(net)]
+
+    def logits():
+        return [read(tokens(length)).float() for read, length in readings(net)]
+
+    exact = logits()
     if precision == "bf16-true":
         net.to(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
-        rounded = [net(tokens(length), encodings=encodings).float() for encodings, length in readings(net)]
+        rounded = logits()
 
     for found, expected in zip(rounded, exact, strict=True):
         assert found.isfinite().all()
         assert (found - expected).abs().mean() < 0.05 * expected.abs().max()
 
 
-def test_gradients_in_float64_are_those_of_numerical_differentiation(encoding):
-    """Of every parameter, along a random direction. A number rounded to fp32 on the way would be an error of 1e-1."""
-    net = network(encoding, n_layer=1).double()
+def test_every_parameter_has_a_gradient_which_is_that_of_numerical_differentiation(placed):
+    """In float64, along a random direction. A number rounded to fp32 on the way would be an error of 1e-1."""
+    net = network(**placed, dim=16, n_head=2, n_kv_head=1).double()
     for name, p in net.named_parameters():
         if name.endswith("delta"):
             p.data.fill_(-1.0)  # PoPE's starts at its limit, beyond which the loss does not change
-    idx = tokens(TRAIN_LEN + 1)
+    x, y = tokens(TRAIN_LEN, 4).split(2)
     parameters = list(net.parameters())
+    gradients = torch.autograd.grad(net(x, targets=y), parameters)
+    directions = normal(*[p.shape for p in parameters], dtype=torch.float64)
 
-    def loss():
-        return net(idx[:, :-1], targets=idx[:, 1:])
+    @torch.no_grad()
+    def loss(p, step):
+        start = p.clone()
+        p.add_(step)
+        loss = net(x, targets=y)
+        p.copy_(start)
+        return loss
 
-    gradients = torch.autograd.grad(loss(), parameters)
-    generator = torch.Generator().manual_seed(0)
-    step = 1e-6
-
-    with torch.no_grad():
-        for p, gradient in zip(parameters, gradients, strict=True):
-            direction = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            start = p.clone()
-            p.copy_(start + step * direction)
-            above = loss()
-            p.copy_(start - step * direction)
-            below = loss()
-            p.copy_(start)
-            slope = (above - below) / (2 * step)
-            torch.testing.assert_close(slope, (gradient * direction).sum(), rtol=2e-6, atol=2e-9)
+    for p, gradient, direction in zip(parameters, gradients, directions, strict=True):
+        step = 1e-6 * direction
+        slope = (loss(p, step) - loss(p, -step)) / 2e-6
+        assert_close(slope, (gradient * direction).sum(), rtol=2e-6, atol=2e-9)
+        assert gradient.any()
 
 
 def layer_gradients(pe, q, k, v, x, weights, autocast):
     """The gradients of a layer's inputs q, k, v and of the parameters of its encoding, those that there are."""
-    inputs = {"q": q, "k": k, "v": v} | dict(pe.named_parameters())
+    inputs = {"q": q, "k": k, "v": v, **dict(pe.named_parameters())}
     for tensor in inputs.values():
         tensor.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = attend(pe, q, k, v, pe.state(x), context(pe, q.size(2)))
-    gradients = torch.autograd.grad((out * weights).sum(), list(inputs.values()), allow_unused=True)
-    return {name: g.double() for name, g in zip(inputs, gradients, strict=True) if g is not None}
+    (out * weights).sum().backward()
+    return {name: tensor.grad.double() for name, tensor in inputs.items() if tensor.grad is not None}
 
 
-@pytest.mark.parametrize("name", slow_if_repeated(ALONE))
+@each_kind
 @pytest.mark.parametrize("length", [40, pytest.param(300, marks=pytest.mark.long)])
 def test_gradients_in_bf16_are_near_those_in_float64(name, length):
     """Those of an encoding's parameters, too: gates sum up gradients that nearly cancel."""
     pe = build_pe(name, train_len=length, head_dim=32, n_kv_head=2)
+    in_float64 = build_pe(name, train_len=length, head_dim=32, n_kv_head=2).double()
     shapes = [(2, heads, length, 32) for heads in (4, 2, 2, 4)]
     *qkv, weights, x = normal(*shapes, (2, length, 64), seed=3)
-    in_bf16 = [tensor.bfloat16() for tensor in qkv]
-    found = layer_gradients(pe, *in_bf16, x, weights, autocast=True)
-    in_float64 = [tensor.detach().double() for tensor in (*in_bf16, x, weights)]
-    expected = layer_gradients(pe.double(), *in_float64, autocast=False)
+    qkv = [tensor.bfloat16() for tensor in qkv]
+    exact_inputs = [tensor.double() for tensor in (*qkv, x, weights)]
+
+    found = layer_gradients(pe, *qkv, x, weights, autocast=True)
+    expected = layer_gradients(in_float64, *exact_inputs, autocast=False)
+
     # Of q, k, weights, outputs and the gradients of all these, and where they are rotated or projected: on the way to a
     # gradient at most eight numbers are rounded, by 2^-9 each.
     limit = 8 * 2.0**-9
-
     for key, exact in expected.items():
         # The bias of all scores of a head changes no softmax, and what FIRE's network has from c and its last weights
         # is such a bias, nearly.
@@ -298,52 +324,56 @@ def test_gradients_in_bf16_are_near_those_in_float64(name, length):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", slow_if_repeated(ENCODINGS))
-def test_compiled_equals_eager_with_two_graphs_for_three_lengths(name):
-    """Forward and backward."""
+def test_compiled_gradients_equal_eager_ones_with_two_graphs_for_three_lengths(name):
     net = network(name, n_layer=1).train()
-    encodings = read_at(net, scales_of(net.encodings)[-1])
-    longest = min(LENGTH, max_len_of(encodings) or LENGTH)
     parameters = list(net.parameters())
+    *_, (read, longest) = readings(net)
     compiled = torch.compile(net, fullgraph=True, backend="eager")
     torch._dynamo.reset()
     counters.clear()
 
     for length in (longest, 9, 12):
         x = tokens(length)
-        found = torch.autograd.grad(compiled(x, encodings=encodings, targets=x), parameters)
-        expected = torch.autograd.grad(net(x, encodings=encodings, targets=x), parameters)
+        loss = compiled(x, **read.keywords, targets=x)
+        found = torch.autograd.grad(loss, parameters)
+        expected = torch.autograd.grad(read(x, targets=x), parameters)
+
         for a, b in zip(found, expected, strict=True):
             assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6
+
     assert 1 <= counters["stats"]["unique_graphs"] <= 2
 
 
-@pytest.mark.parametrize("name", slow_if_repeated(ALONE))
+@each_kind
 @torch.no_grad()
-def test_a_window(name):
-    """A key beyond it has no influence, and the cache forgets it; one as long as the text is full attention."""
+def test_a_key_beyond_the_window_has_no_influence_and_the_cache_forgets_it(name):
     net = network(name, pe={"window": WINDOW}, n_layer=1)
     seen = WINDOW + net.encodings[0].lookback
-    for encodings, length in readings(net):
+    changed = 3
+    end = changed + seen  # the first token that does not see it
+    for read, length in readings(net):
         idx = tokens(length)
         other = idx.clone()
-        other[:, 3] = 49 - other[:, 3]
-        logits = net(idx, encodings=encodings)
-        other_logits = net(other, encodings=encodings)
+        other[:, changed] = 49 - idx[:, changed]
+        logits = read(idx)
+        other_logits = read(other)
         difference = (logits - other_logits).abs().amax((0, 2))  # [T]
-        assert (difference[3 : 3 + seen] > 0).all()
-        close(logits[:, 3 + seen :], other_logits[:, 3 + seen :], 1e-6)
+
+        assert difference[changed:end].all()
+        close(logits[:, end:], other_logits[:, end:], 1e-6)
 
         cache = Cache()
         for token in idx.split(1, dim=1):
-            net(token, encodings=encodings, cache=cache)
+            read(token, cache=cache)
         rooms = [x.size(1) for buffers in cache._buffers.values() for x in buffers.values()]
+
         assert max(rooms) <= max(2 * seen, LENGTH // 2)
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("name", slow_if_repeated(ALONE))
+@each_kind
 @torch.no_grad()
-def test_a_text_with_gaps_is_the_whole_text_without_those_keys(name, window):
+def test_a_text_without_some_tokens_weighs_the_others_as_the_whole_text_does(name, window):
     """With one exception: where a score depends on the tokens between, there is no whole text to compare with."""
     n = 16
     everywhere = torch.arange(n)
@@ -358,66 +388,68 @@ def test_a_text_with_gaps_is_the_whole_text_without_those_keys(name, window):
         """Of the kept tokens alone, of those that are read, at `pos`: [B, H, 7, 7]."""
         state = {key: value[:, pos] for key, value in pe.state(x).items()}
         ctx = make_context(pe, pos, len(pos), n)
-        read = ctx.attend(pe, q[:, pos], k[:, pos], v[:, pos], state, layer="layer").transpose(1, 2)
-        of_kept = read[:, :, torch.isin(pos, kept)][..., kept]
+        out = ctx.attend(pe, q[:, pos], k[:, pos], v[:, pos], state, layer="layer").transpose(1, 2)
+        rows = torch.isin(pos, kept)
+        of_kept = out[:, :, rows][..., kept]
         return of_kept / of_kept.sum(-1, keepdim=True)
 
     for scale in trained.scales:
         pe = view(trained, active_scale=scale)
         whole = weights(pe, k, x, everywhere)
-        between_changed = weights(pe, k + is_other[:, None], x + is_other, everywhere)
-        if torch.allclose(whole, between_changed, atol=1e-4):
+        others_changed = weights(pe, k + is_other[:, None], x + is_other, everywhere)
+        if torch.allclose(whole, others_changed, atol=1e-4):
             close(weights(pe, k, x, kept), whole)
+
         close(pe.embed(x, everywhere)[:, kept], pe.embed(x[:, kept], kept))
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation made; and the number of operations that are no views."""
+class Operations(TorchDispatchMode):
+    """The number of operations that are no views; and the elements of the largest tensor that any of them made."""
 
-    elements = operations = 0
+    n = largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.operations += not func.is_view
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
+        self.n += not func.is_view
+        made = out if isinstance(out, tuple | list) else [out]
+        sizes = [x.numel() for x in made if isinstance(x, torch.Tensor)]
+        self.largest = max(self.largest, *sizes, 0)
         return out
 
 
 @pytest.mark.long
-def test_no_tensor_grows_with_the_square_of_the_length(placed):
-    """Neither one that training makes, nor what it keeps for the backward pass; and no operation is one of a token."""
-    made = []
+def test_no_tensor_grows_with_the_square_of_the_length_and_no_operation_is_one_of_a_token(placed):
+    """Neither a tensor that training makes, nor what it keeps for the backward pass."""
+    if placed["name"] == "hybrid":  # whose own window is a share of train_len
+        local = pe_options("rope", window=WINDOW)
+        placed = {"name": "hybrid", "pe": {"local": local} | placed["pe"]}
+    largest = []
     kept = []
     for length in (384, 768):
-        options = placed
-        if placed["name"] == "hybrid":  # whose own window is a share of train_len
-            options = placed | {"pe": {"local": pe_options("rope", window=WINDOW)}}
-        net = build_gpt(**options, train_len=length, n_layer=2, n_head=2, n_kv_head=1, dim=8).train()
+        net = build_gpt(**placed, train_len=length, n_layer=2, n_head=2, n_kv_head=1, dim=8).train()
         idx = tokens(length, 1)
-        saved = {}  # bytes of each storage: views of one are counted once
+        bytes_of_storage = {}  # views of one are counted once
 
-        def keep(x, saved=saved):
+        def keep(x, found=bytes_of_storage):
             storage = x.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
+            found[storage.data_ptr()] = storage.nbytes()
             return x
 
-        with Largest() as largest:
+        with Operations() as operations:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                 loss = net(idx, targets=idx)
             loss.backward()
-        made.append(largest.elements)
-        kept.append(sum(saved.values()))
+        largest.append(operations.largest)
+        kept.append(sum(bytes_of_storage.values()))
 
-    assert made[1] <= 2.2 * made[0]
+    assert largest[1] <= 2.2 * largest[0]
     assert kept[1] <= 2.4 * kept[0]
-    assert largest.operations < 5 * 768  # the operations of a single loop over tokens, in two layers and back, are more
+    assert operations.n < 5 * 768  # a single loop over tokens, in two layers and back, has more
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", slow_if_repeated(ENCODINGS))
-def test_checkpointing_is_the_same_training_in_less_memory(name, monkeypatch):
+def test_checkpointing_is_the_same_training_in_half_of_the_memory(name, monkeypatch):
     """Loss and gradients, with dropout; the logits never exist at once."""
     monkeypatch.setattr(gpt, "MAX_LOGITS", 2**16)
     x, y = tokens(128, 4, 4096).split(2)
@@ -430,14 +462,15 @@ def test_checkpointing_is_the_same_training_in_less_memory(name, monkeypatch):
         def step(net=net):
             torch.manual_seed(0)
             loss = net(x, targets=y)
-            results.append([loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))])
+            gradients = torch.autograd.grad(loss, list(net.parameters()))
+            results.append([loss.detach(), *gradients])
 
-        with Largest() as largest:
+        with Operations() as operations:
             peaks.append(peak_memory(step, "cpu"))
 
     for a, b in zip(*results, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
-    assert largest.elements < y.numel() * 4096
+    assert operations.largest < y.numel() * 4096
     assert peaks[1] < peaks[0] / 2
 
 
@@ -451,17 +484,16 @@ def choices(annotation):
     return found
 
 
-def candidates(value, annotation):
+def other_values(value, annotation):
     """Other values of an option, some of which may be wrong."""
+    words = choices(annotation)
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, str):
-        other_choices = [choice for choice in choices(annotation) if choice != value]
-        return other_choices or [500.0]  # a number or a word, such as auto
+        return [word for word in words if word != value] or [500.0]  # a number or a word, such as auto
     if value is None:
         return [8, 128, 5, 2.0, [2.0] * 8]
-    kind = type(value)
-    return [kind(value * factor or factor) for factor in (0.1, 0.5, 2, 10)] + choices(annotation)
+    return [type(value)(value * factor or factor) for factor in (0.1, 0.5, 2, 10)] + words
 
 
 @pytest.mark.long
@@ -472,8 +504,8 @@ def test_no_option_is_accepted_and_ignored(encoding):
     def outputs(**options):
         net = network(encoding, pe=options, train_len=256)
         logits = []
-        for encodings, longest in readings(net, 300):
-            logits += [net(tokens(length), encodings=encodings) for length in (8, longest)]
+        for read, longest in readings(net, 300):
+            logits += [read(tokens(length)) for length in (8, longest)]
         return logits
 
     def is_changed(before, **changes):
@@ -481,14 +513,13 @@ def test_no_option_is_accepted_and_ignored(encoding):
         return len(after) != len(before) or not all(map(torch.equal, after, before))
 
     options = pe_options(encoding)
-
     if "pattern" in options:
         assert is_changed(outputs(), pattern=["global", "local"])
         return
     known = options_of(position.resolve(options["_target_"]))
     all_auto = {name: "auto" for name, (annotation, _) in known.items() if "auto" in choices(annotation)}
-    # Some options matter beside "auto" only.
-    before = [(others, outputs(**others)) for others in ([{}, all_auto] if all_auto else [{}])]
+    backgrounds = [{}, all_auto] if all_auto else [{}]  # some options matter beside "auto" only
+    before = [(others, outputs(**others)) for others in backgrounds]
 
     def effects(name, values):
         """Whether each value changes anything; those are left out that are out of range, or mean nothing here."""
@@ -497,7 +528,7 @@ def test_no_option_is_accepted_and_ignored(encoding):
                 yield any(is_changed(logits, **others | {name: value}) for others, logits in before)
 
     for name, (annotation, _) in known.items():
-        values = candidates(options[name], annotation)
+        values = other_values(options[name], annotation)
         if name in options_of(PositionEncoding):
             values = values[:1]  # for the others see test_bias.py
         if isinstance(options[name], str | bool):
@@ -516,9 +547,9 @@ def test_the_yaml_lists_every_option(name):
     assert set(options) == set(options_of(cls))
 
 
-@pytest.mark.parametrize("name", slow_if_repeated(ALONE))
+@each_kind
 @torch.no_grad()
-def test_sinks_take_part_in_the_softmax_of_every_encoding(name):
+def test_sinks_take_part_in_the_softmax_of_every_encoding_that_has_one(name):
     """Values of one come out as sigmoid(logsumexp - sink), so the logits of what comes out differ as the sinks do."""
     trained = build_pe(name, n_kv_head=2, train_len=TRAIN_LEN)
     if not trained.has_softmax:
@@ -530,14 +561,16 @@ def test_sinks_take_part_in_the_softmax_of_every_encoding(name):
         pe = view(trained, active_scale=scale)
         n = min(LENGTH, pe.max_len or LENGTH)
         q, k, x = normal((2, 4, n, 16), (2, 2, n, 16), (2, n, 64))
-        ctx = context(pe, n)
-        with_sinks, with_zeros = (
-            attend(pe, q, k, torch.ones_like(k), pe.state(x), replace(ctx, sinks=values)).double()
-            for values in (sinks, torch.zeros(4))
-        )
-        found = (with_sinks.logit() + sinks[:, None, None]).sigmoid()
-        torch.testing.assert_close(found, with_zeros, rtol=0, atol=1e-4)
-        assert with_zeros.max() - with_zeros.min() > 0.1
+
+        def read(sinks, pe=pe, q=q, k=k, x=x):
+            ctx = replace(context(pe, q.size(2)), sinks=sinks)
+            return attend(pe, q, k, torch.ones_like(k), pe.state(x), ctx).double()
+
+        of_zeros = read(torch.zeros(4))
+        as_zeros = (read(sinks).logit() + sinks[:, None, None]).sigmoid()
+
+        assert_close(as_zeros, of_zeros, rtol=0, atol=1e-4)
+        assert of_zeros.max() - of_zeros.min() > 0.1
 
 
 @torch.no_grad()
@@ -545,15 +578,15 @@ def test_sinks_take_part_in_the_softmax_of_every_encoding(name):
 def test_a_temperature_is_a_factor_of_the_scores(ours):
     """Also of those that are made of softplus(q)."""
     q, k, v, x = normal((2, 4, 1, 16), (2, 4, LENGTH, 16), (2, 4, LENGTH, 16), (2, LENGTH, 64))
-    out = []
-    for temperature in ("none", "log"):
-        pe = at_last_scale(build_pe(ours, train_len=TRAIN_LEN, temperature=temperature))
-        ctx = context(pe, LENGTH, 1)
-        if temperature == "none":
-            ctx = replace(ctx, scale=ctx.scale * math.log(LENGTH) / math.log(TRAIN_LEN))
-        out.append(attend(pe, q, k, v, pe.state(x), ctx))
+    plain = at_last_scale(build_pe(ours, train_len=TRAIN_LEN))
+    pe = at_last_scale(build_pe(ours, train_len=TRAIN_LEN, temperature="log"))
 
-    close(*out)
+    ctx = context(plain, LENGTH, 1)
+    factor = math.log(LENGTH) / math.log(TRAIN_LEN)
+    expected = attend(plain, q, k, v, plain.state(x), replace(ctx, scale=ctx.scale * factor))
+    found = attend(pe, q, k, v, pe.state(x), context(pe, LENGTH, 1))
+
+    close(found, expected)
 
 
 @torch.no_grad()
@@ -568,4 +601,4 @@ def test_the_default_dtype_changes_no_position(encoding):
     finally:
         torch.set_default_dtype(torch.float32)
 
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_close(found, expected, rtol=0, atol=0)

@@ -21,7 +21,11 @@ from model.position.network import family_of
         ("yarn", {"beta_slow": 64.0}, r"pe\.beta_slow=64 must lie between 0 and pe\.beta_fast=32"),
         ("longrope", {"attention_factor": float("inf")}, r"pe\.attention_factor=inf"),
         ("longrope", {"long_factor": [1.0]}, r"pe\.long_factor has 1 divisors, but a head has 8"),
-        ("longrope", {"short_factor": [0.0] * 8}, r"pe\.short_factor=\[0\.0.*: it should be greater than 0"),
+        (
+            "longrope",
+            {"short_factor": [0.0] * 8},
+            r"pe\.short_factor=\[0\.0.*: it should be greater than 0",
+        ),
         ("dynamic_ntk", {"scale": -1.0}, r"pe\.scale=-1 must be below 2\^31 and at least 0"),
         ("ntk", {"partial_rotary_factor": 0.125}, "at least 4 rotated channels"),
         ("llama3", {"high_freq_factor": 1.0}, r"pe\.low_freq_factor=1 must lie"),
@@ -32,9 +36,17 @@ from model.position.network import family_of
         ("cope_rope", {"gates": "values", "values": True}, "absolute positions"),
         ("cope", {"npos_max": 0}, r"pe\.npos_max=0"),
         ("string", {"near_window": 4, "local": 5}, r"pe\.local=5 must be at most pe\.near_window=4"),
-        ("lampe", {"capacity": 1.0}, r"pe\.capacity=1, pe\.near_window=4 and pe\.tail=1 take 37 positions, more than"),
+        (
+            "lampe",
+            {"capacity": 1.0},
+            r"pe\.capacity=1, pe\.near_window=4 and pe\.tail=1 take 37 positions, more than",
+        ),
         ("leaky_rerope", {"near_window": 32}, r"pe\.near_window=32 must be below pe\.original_len=32"),
-        ("self_extend", {"near_window": 30}, r"pe\.near_window=30 must be below 2/3 of .* unless pe\.group is given"),
+        (
+            "self_extend",
+            {"near_window": 30},
+            r"pe\.near_window=30 must be below 2/3 of .* unless pe\.group is given",
+        ),
         ("sinusoidal", {"dim": 7}, r"model\.dim=7 must be even"),
         ("t5", {"num_buckets": 31}, r"pe\.num_buckets=31"),
         ("t5", {"max_distance": 16}, r"pe\.max_distance=16"),
@@ -55,7 +67,7 @@ def test_weights_of_one_family_are_read_by_each_other(name):
     assert family(name) == family("rope")
 
 
-def test_weights_of_different_families_are_not():
+def test_weights_of_different_families_are_told_apart():
     """Weights mean something else with gates, or with another pairing of the channels."""
     families = [family(name) for name in ("rope", "cope", "fox", "cope_rope", "fox_rope", "nope")]
     families += [family(name, layout="interleaved") for name in ("rope", "cope_rope")]

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 from conftest import ENCODINGS, at_last_scale, attend, build_pe, context, normal, pe_options
+from definitions import D, turned
+from torch.testing import assert_close
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -27,13 +29,10 @@ GRID = [  # channels of a head, trained length, scale, base
 over_a_grid = pytest.mark.parametrize(("head_dim", "original_len", "scale", "base"), GRID)
 
 
-def class_of(name):
-    return position.resolve(pe_options(name).get("_target_", "model.position.base.PositionEncoding"))
-
-
 def subclasses(of):
     """Names of the encodings that are a kind of it."""
-    return [name for name in ENCODINGS if issubclass(class_of(name), of)]
+    classes = {name: pe_options(name).get("_target_", "model.position.base.PositionEncoding") for name in ENCODINGS}
+    return [name for name, target in classes.items() if issubclass(position.resolve(target), of)]
 
 
 SCALED = subclasses(ScaledRotary)
@@ -66,77 +65,76 @@ def read(name, head_dim, original_len, scale, base, length=None, **options):
     return pe.frequencies(length or original_len), math.sqrt(pe.logit_scale)
 
 
-@over_a_grid
-def test_frequencies_equal_transformers(head_dim, original_len, scale, base):
-    size = (head_dim, original_len, scale, base)
-
-    def compare(name, kind, length=None, theirs=None, **options):
-        """The encoding `name` with these options, and theirs of this kind with the same, or with others."""
-        frequencies, factor = read(name, *size, length, **options)
-        parameters = theirs or {"factor": scale} | options
-        their_frequencies, their_factor = reference(kind, head_dim, original_len, base, length, **parameters)
-        # Theirs are float32: relative to each frequency, since the low ones are 1e-5 and less.
-        torch.testing.assert_close(frequencies, their_frequencies.double(), rtol=1e-6, atol=1e-12)
-        assert factor == pytest.approx(their_factor, rel=1e-6)
-
-    compare("rope", "default")
-    for share in (1.0, 0.5):
-        compare("linear", "linear", partial_rotary_factor=share)
-        compare("yarn", "yarn", partial_rotary_factor=share)
-    compare("yarn", "yarn", beta_fast=16.0, beta_slow=2.0)
-    for low, high in ((1.0, 4.0), (2.0, 16.0)):
-        compare("llama3", "llama3", low_freq_factor=low, high_freq_factor=high)
-    for length in (original_len // 2, original_len + 1, 3 * original_len):
-        compare("dynamic_ntk", "dynamic", length)
-    for proportion in (0.75, 0.3):
-        compare("p_rope", "proportional", theirs={"partial_rotary_factor": proportion}, proportion=proportion)
-
-    # Unscaled is RoPE here, so that only lists of ones are comparable.
-    growth = 0.0 if scale == 1 else 1.0
-    short = [1 + 0.01 * growth * pair for pair in range(head_dim // 2)]
-    long = [1 + 0.5 * growth * pair for pair in range(head_dim // 2)]
-    for length in (original_len, original_len + 1):
-        compare("longrope", "longrope", length, short_factor=short, long_factor=long)
+# Encoding and options, their name for it, and the length that is read, in trained lengths.
+THEIRS = [
+    ("rope", {}, "default", 1),
+    ("linear", {}, "linear", 1),
+    ("linear", {"partial_rotary_factor": 0.5}, "linear", 1),
+    ("yarn", {}, "yarn", 1),
+    ("yarn", {"partial_rotary_factor": 0.5}, "yarn", 1),
+    ("yarn", {"beta_fast": 16.0, "beta_slow": 2.0}, "yarn", 1),
+    ("llama3", {"low_freq_factor": 1.0, "high_freq_factor": 4.0}, "llama3", 1),
+    ("llama3", {"low_freq_factor": 2.0, "high_freq_factor": 16.0}, "llama3", 1),
+    ("dynamic_ntk", {}, "dynamic", 0.5),
+    ("dynamic_ntk", {}, "dynamic", 1 + 2**-6),
+    ("dynamic_ntk", {}, "dynamic", 3),
+    ("p_rope", {"proportion": 0.75}, "proportional", 1),
+    ("p_rope", {"proportion": 0.3}, "proportional", 1),
+    ("longrope", {}, "longrope", 1),
+    ("longrope", {}, "longrope", 1 + 2**-6),
+]
 
 
 @over_a_grid
-def test_frequencies_equal_loops(head_dim, original_len, scale, base):
-    """Those that transformers lacks, from their definitions; longrope without factors is ntk beyond that length."""
-    ntk = []
-    by_parts = []
-    ntk_base = base * scale ** (head_dim / (head_dim - 2))
-    for i in range(head_dim // 2):
-        ntk.append(ntk_base ** (-2 * i / head_dim))
-        # YaRN, section 3.2: what turns 32 times or more is kept, what turns once or less is divided by the scale.
-        theta = base ** (-2 * i / head_dim)
-        turns = original_len * theta / (2 * math.pi)
-        gamma = min(1, max(0, (turns - 1) / (32 - 1)))
-        by_parts.append((1 - gamma) * theta / scale + gamma * theta)
+@pytest.mark.parametrize(("name", "options", "kind", "lengths"), THEIRS)
+def test_frequencies_equal_transformers(name, options, kind, lengths, head_dim, original_len, scale, base):
+    if name == "longrope":
+        growth = 0.0 if scale == 1 else 1.0  # unscaled is RoPE here, so that only lists of ones are comparable
+        short, long = ([1 + step * growth * pair for pair in range(head_dim // 2)] for step in (0.01, 0.5))
+        options = {"short_factor": short, "long_factor": long}
+    length = int(lengths * original_len)
+    parameters = {"partial_rotary_factor" if key == "proportion" else key: value for key, value in options.items()}
+    if name != "p_rope":
+        parameters["factor"] = scale
 
-    size = (head_dim, original_len, scale, base)
+    frequencies, factor = read(name, head_dim, original_len, scale, base, length, **options)
+    their_frequencies, their_factor = reference(kind, head_dim, original_len, base, length, **parameters)
+
+    # Theirs are float32: relative to each frequency, since the low ones are 1e-5 and less.
+    assert_close(frequencies, their_frequencies.double(), rtol=1e-6, atol=1e-12)
+    assert factor == pytest.approx(their_factor, rel=1e-6)
+
+
+@over_a_grid
+def test_frequencies_that_transformers_lacks_are_those_of_the_papers(head_dim, original_len, scale, base):
+    """longrope without factors is ntk beyond that length."""
+    exponent = -torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    ntk = (base * scale ** (head_dim / (head_dim - 2))) ** exponent
+    # YaRN, section 3.2: what turns 32 times or more is kept, what turns once or less is divided by the scale.
+    theta = base**exponent
+    turns = original_len * theta / (2 * math.pi)
+    kept = ((turns - 1) / (32 - 1)).clamp(0, 1)
+    by_parts = (1 - kept) * theta / scale + kept * theta
     # The factors of arXiv 2309.00071 (YaRN) and arXiv 2402.13753 (LongRoPE).
     yarn_factor = 1 + 0.1 * math.log(scale)
     longrope_factor = math.sqrt(1 + math.log(scale) / math.log(original_len))
 
+    size = (head_dim, original_len, scale, base)
     for name, options, expected, expected_factor in (
         ("ntk", {}, ntk, 1),
         ("abf", {}, ntk, 1),
+        ("abf", {"new_base": 654_321.0}, 654_321.0**exponent if scale > 1 else theta, 1),
         ("ntk_by_parts", {}, by_parts, 1),
         ("yarn", {"ramp": "paper"}, by_parts, yarn_factor),
         ("longrope", {"length": original_len + 1}, ntk, longrope_factor),
     ):
         frequencies, factor = read(name, *size, **options)
-        torch.testing.assert_close(frequencies, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+        assert_close(frequencies, expected, rtol=1e-12, atol=0)
         assert factor == pytest.approx(expected_factor)
-
-    if scale > 1:
-        rope, _ = read("rope", head_dim, original_len, 1.0, 654_321.0)
-        abf, _ = read("abf", *size, new_base=654_321.0)
-        assert torch.equal(abf, rope)
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_training_is_rope_bit_for_bit(name):
+def test_every_scaling_trains_as_rope_bit_for_bit(name):
     """Unless train_len is beyond the original length, or train_scale says otherwise."""
     pe = build_pe(name, train_len=32, scale=8.0)
     rope = build_pe("rope")
@@ -148,6 +146,7 @@ def test_training_is_rope_bit_for_bit(name):
     assert pe.scales == (pe.unscaled, 8)
     assert build_pe(name, train_len=32, original_len=16, scale=8.0).scales == (8,)
     assert build_pe(name, train_len=32, scale=8.0, train_scale=2.0).scales == (2, 8)
+
     for length, scale in ((32, pe.unscaled), (33, 8.0)):
         (reads,) = for_length([pe], length, train_len=32)
         assert reads.active_scale == scale
@@ -162,14 +161,17 @@ def test_an_extension_of_an_extension_counts_from_the_first_length(name):
     assert once.logit_scale == twice.logit_scale
 
 
-def test_auto_keeps_the_frequencies_that_make_a_full_turn():
+def test_p_rope_at_auto_keeps_the_frequencies_that_make_a_full_turn_in_training():
     for train_len in (8, 64, 300, 100_000):
         pe = build_pe("p_rope", train_len=train_len, proportion="auto")
         theta = 10_000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
         makes_a_full_turn = theta * train_len >= 2 * math.pi
         expected = theta * makes_a_full_turn
-        torch.testing.assert_close(pe.frequencies(train_len), expected, rtol=1e-12, atol=0)
+
+        assert_close(pe.frequencies(train_len), expected, rtol=1e-12, atol=0)
+
         longer = build_pe("p_rope", train_len=10 * train_len, proportion="auto", original_len=train_len)
+
         assert torch.equal(longer.frequencies(train_len), pe.frequencies(train_len))
 
 
@@ -177,13 +179,13 @@ def test_auto_keeps_the_frequencies_that_make_a_full_turn():
 def test_resonance_gives_every_pair_a_period_of_whole_tokens(name):
     pe = at_last_scale(build_pe(name, resonance=True, train_len=256))
     positions = torch.arange(5_000)
-    tables = torch.complex(*pe.tables(positions, 5_000))
+    cosines, sines = pe.tables(positions, 5_000)
 
     for pair, theta in enumerate(pe.frequencies(5_000)):
         period = round(2 * math.pi / theta.item())
         angle = 2 * math.pi * (positions % period).double() / period
-        exact = torch.polar(torch.ones_like(angle), angle)
-        assert (tables[:, pair] - exact).abs().max() < 1e-6
+        assert (cosines[:, pair] - angle.cos()).abs().max() < 1e-6
+        assert (sines[:, pair] - angle.sin()).abs().max() < 1e-6
     assert pe.family != build_pe(name).family
 
 
@@ -192,12 +194,12 @@ def test_resonance_gives_every_pair_a_period_of_whole_tokens(name):
 def test_interleaved_layout_is_the_half_layout_of_permuted_channels(name, share):
     half = build_pe(name, partial_rotary_factor=share)
     interleaved = build_pe(name, partial_rotary_factor=share, layout="interleaved")
-    q, k = normal((2, 4, 40, 16), (2, 4, 40, 16))
+    q, k = normal((2, 4, 40, D), (2, 4, 40, D))
     ctx = context(half, 40)
-
     # Channels i and i + n / 2 of the first n become neighbours; the others are not rotated.
     rotated_channels = torch.arange(half.rotary_dim).view(2, -1).T.flatten()
-    permutation = torch.cat((rotated_channels, torch.arange(half.rotary_dim, 16)))
+    permutation = torch.cat((rotated_channels, torch.arange(half.rotary_dim, D)))
+
     by_half = half.rotate(q, k, ctx)
     by_interleaved = interleaved.rotate(q[..., permutation], k[..., permutation], ctx)
 
@@ -212,45 +214,45 @@ def test_angles_are_exact_at_position_65535(name, weights, activations):
     """A unit vector comes out as the cosine and sine of its angle, with a rounding to fp32 and one to its own type."""
     pe = at_last_scale(build_pe(name, head_dim=64, train_len=4096, partial_rotary_factor=1.0)).to(weights)
     length = 65_536
-    angle = (length - 1) * pe.frequencies(length)
-    exact = torch.cat((angle.cos(), angle.sin()))
+    last = torch.tensor([length - 1])
     x = torch.zeros(1, 1, 1, 64, dtype=activations)
     x[..., :32] = 1
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=activations != weights):
-        ctx = make_context(pe, torch.tensor([length - 1]), 1, length)
-        rotated, _ = pe.rotate(x, x, ctx)
-    table = torch.cat(ctx.tables, dim=-1)[0]
 
-    assert (table.double() - exact).abs().max() <= 2.0**-24
-    assert (rotated.flatten().double() - exact).abs().max() <= 2.0**-24 + torch.finfo(activations).eps / 2
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=activations != weights):
+        ctx = make_context(pe, last, 1, length)
+        rotated, _ = pe.rotate(x, x, ctx)
+
+    angle = last * pe.frequencies(length)
+    exact = torch.cat((angle.cos(), angle.sin()))
+    table = torch.cat(ctx.tables, dim=-1)[0].double()
+    rounding = 2.0**-24
+    assert (table - exact).abs().max() <= rounding
+    rounding += torch.finfo(activations).eps / 2
+    assert (rotated.flatten().double() - exact).abs().max() <= rounding
 
 
 @pytest.mark.parametrize("name", ["rope", "p_rope", "fox_rope", "cope_rope"])
 def test_values_are_turned_by_the_distance(name):
     """Weights from an attention with one-hot values; then every value turned by its distance."""
     n = 12
-    plain = build_pe(name, train_len=n, partial_rotary_factor=0.5).double()
-    pe = build_pe(name, train_len=n, partial_rotary_factor=0.5, values=True).double()
-    q, k, v, x = normal(*[(1, 4, n, 16)] * 3, (1, n, 64), dtype=torch.float64)
-    state = pe.state(x)
-    ctx = context(pe, n)
-    one_hot = torch.eye(n, 16, dtype=torch.float64).expand_as(v)  # the weight of key j in channel j
-    weights = attend(plain, q, k, one_hot, state, ctx)[..., :n]
+    options = {"train_len": n, "partial_rotary_factor": 0.5}
+    plain = build_pe(name, **options).double()
+    pe = build_pe(name, **options, values=True).double()
+    q, k, v, x = normal(*[(1, 4, n, D)] * 3, (1, n, 64), dtype=torch.float64)
+    one_hot = torch.eye(n, D, dtype=torch.float64).expand_as(v)  # the weight of key j in channel j
+    weights = attend(plain, q, k, one_hot, plain.state(x), context(plain, n))[..., :n]
+
+    out = attend(pe, q, k, v, pe.state(x), context(pe, n))
 
     distance = torch.arange(n) - torch.arange(n)[:, None]  # of key j from query i
-    angle = distance[..., None] * pe.frequencies(n)
-    turn = torch.polar(torch.ones_like(angle), angle)  # [n, n, pairs]
-    turned, kept = v.split(pe.rotary_dim, dim=-1)
-    turned = torch.complex(*turned.chunk(2, dim=-1))
-    read = torch.einsum("bhij,ijp,bhjp->bhip", weights.to(turned.dtype), turn, turned)
-    expected = torch.cat((read.real, read.imag, weights @ kept), dim=-1)
-    out = attend(pe, q, k, v, state, ctx)
-
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)  # tables are fp32
+    to_turn, kept = v[:, :, None].split(pe.rotary_dim, dim=-1)  # [1, H, 1, keys, channels]
+    of_pairs = turned(to_turn, distance[..., None] * pe.frequencies(n))  # [1, H, queries, keys, channels]
+    read = [(weights[..., None] * values).sum(-2) for values in (of_pairs, kept)]
+    assert_close(out, torch.cat(read, dim=-1), rtol=1e-5, atol=1e-5)  # tables are fp32
 
 
 @pytest.mark.parametrize(("head_dim", "length", "base"), [(32, 128, 24.9), (64, 512, 93.9), (16, 100, None)])
-def test_the_slowest_pair_turns_once(head_dim, length, base):
+def test_at_base_auto_the_slowest_pair_turns_once_in_the_trained_length(head_dim, length, base):
     """At base auto; the bases at 128 and 512 tokens are those that the literature names."""
     pe = build_pe("rope", head_dim=head_dim, train_len=length, base="auto")
     slowest = float(pe.frequencies(length)[-1])
@@ -260,7 +262,7 @@ def test_the_slowest_pair_turns_once(head_dim, length, base):
 
 
 @pytest.mark.parametrize(("head_dim", "length"), [(2, 64), (16, 4)])
-def test_auto_is_the_usual_base_where_no_pair_can_turn_once(head_dim, length):
+def test_base_auto_is_the_usual_base_where_no_pair_can_turn_once(head_dim, length):
     """A single pair turns at every token, whatever the base; and 4 tokens are less than a turn of the fastest pair."""
     assert build_pe("rope", head_dim=head_dim, train_len=length, base="auto").base == pytest.approx(10_000.0)
 
@@ -268,9 +270,12 @@ def test_auto_is_the_usual_base_where_no_pair_can_turn_once(head_dim, length):
 def test_what_is_chosen_by_length_is_recorded():
     """So that weights that go on at another length keep their base, their pairs and the size of their window."""
     cfg = resolve(train_values("pe=rope_id", "train_len=128", "pe.window=0.25"))
+
     assert cfg.pe["base"] == pytest.approx((128 / (2 * math.pi)) ** (16 / 14))  # 16 of 32 channels
     assert cfg.pe["window"] == 0.25
+
     cfg = resolve(train_values("pe=p_rope", "pe.proportion=auto", "train_len=64"))
+
     assert cfg.pe["original_len"] == 64
 
 

@@ -14,7 +14,7 @@ from model import serialization
 IDX = torch.arange(9)[None]
 
 
-def test_files_round_trip(encoding, tmp_path):
+def test_a_saved_network_is_loaded_as_it_was(encoding, tmp_path):
     net = build_gpt(encoding, tie_embeddings=encoding < "n")
     serialization.save(net, tmp_path, pe=pe_options(encoding), tokenizer={"tokenizer": "x"})
     again = serialization.load(tmp_path)
@@ -37,7 +37,12 @@ def changed(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-CHANGES = [{"vocab_size": 51}, {"original_len": 49}, {"train_len": 33}, {"tokenizer": {"tokenizer": "y"}}]
+CHANGES = [
+    {"vocab_size": 51},
+    {"original_len": 49},
+    {"train_len": 33},
+    {"tokenizer": {"tokenizer": "y"}},
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -47,7 +52,9 @@ def test_a_number_that_was_changed_is_refused(folder, change):
 
     with pytest.raises(ValueError, match="checksum"):
         serialization.load(folder)
+
     changed(folder, checksum=None)  # as in files of version 0.2
+
     assert serialization.describe(folder).items() >= change.items()
 
 
@@ -96,6 +103,8 @@ def test_a_convolution_is_read_by_its_older_name(tmp_path):
     older = {name.replace("mix.conv", "qkv_conv.weight"): value for name, value in load_file(path).items()}
 
     assert any("qkv_conv" in name for name in older)
+
     save_file(older, path)
     changed(tmp_path, checksum=None, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+
     assert torch.equal(serialization.load(tmp_path)(IDX), net(IDX))

@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from conftest import at_last_scale, build_gpt, build_pe, context, normal, read_at, tokens
+from conftest import at_last_scale, build_gpt, build_pe, read_at, tokens
+from definitions import D, T, assert_is_defined_by, frequencies
 
 from model.position.network import for_length, scales_of
 
 L = 32  # trained length
-LENGTH = 140  # of the text: more than a block of queries
-D = 16  # channels of a head
 READINGS = {  # options, and (near window, group, slowdown, local or tail) by which the references below count
     "rerope": ({}, L // 2, None),
     "leaky_rerope": ({"near_window": 5, "scale": 5.0}, 5, (5 * L - 5) / (L - 5)),
@@ -35,10 +34,10 @@ def dual_chunk(i, j):
 
 def lampe(i, j, near, tail):
     """Beyond the near window: the positions between in whole numbers, or those of the tail."""
-    room = int(0.6 * L / (1 + math.exp(-0.86 * (LENGTH / L - 2.87))))
-    squeezed = [token * room // (LENGTH - 1) for token in range(LENGTH)]
+    room = int(0.6 * L / (1 + math.exp(-0.86 * (T / L - 2.87))))
+    squeezed = [token * room // (T - 1) for token in range(T)]
     ahead = near - 1 - squeezed[near]
-    oldest = LENGTH - 1 - tail
+    oldest = T - 1 - tail
     if i - j > oldest:
         return i - j - (oldest - squeezed[oldest] - ahead)
     return squeezed[i] - squeezed[j] + ahead
@@ -70,54 +69,50 @@ def relative_position(name, i, j, near, factor):
 
 
 @pytest.mark.parametrize("name", READINGS)
-def test_each_is_rope_with_its_relative_positions(name):
-    """At once, and of the newest queries alone."""
+def test_each_reading_is_rope_with_its_published_relative_positions(name):
     options, near, factor = READINGS[name]
-    pe = at_last_scale(build_pe(name, train_len=L, n_kv_head=2, head_dim=D, **options))
-    q, k, v = normal((1, 4, LENGTH, D), (1, 2, LENGTH, D), (1, 2, LENGTH, D))
-
-    seen = []  # (query, key, relative position)
-    for i in range(LENGTH):
+    pe = at_last_scale(build_pe(name, train_len=L, n_kv_head=2, **options))
+    relative = torch.full((T, T), torch.nan, dtype=torch.float64)
+    for i in range(T):
         for j in range(i + 1):
-            seen.append((i, j, relative_position(name, i, j, near, factor)))
-    i, j, relative = zip(*[pair for pair in seen if pair[2] is not None], strict=True)
+            r = relative_position(name, i, j, near, factor)
+            if r is not None:
+                relative[i, j] = r
+    is_seen = relative.isfinite()
 
-    # A rotation by r as a multiplication of complex numbers by e^(i r theta).
-    theta = 10_000.0 ** (-torch.arange(0, D, 2) / D)
-    angle = torch.tensor(relative, dtype=torch.float64)[:, None] * theta
-    rotation = torch.polar(torch.ones_like(angle), angle)
-    keys = k.double().repeat_interleave(2, dim=1)
-    values = v.double().repeat_interleave(2, dim=1)
-    complex_q = torch.complex(*q.double().chunk(2, dim=-1))
-    complex_k = torch.complex(*keys.chunk(2, dim=-1))
-    products = complex_q[:, :, i] * complex_k[:, :, j].conj() * rotation
-    logits = torch.full((1, 4, LENGTH, LENGTH), -torch.inf, dtype=torch.float64)
-    logits[:, :, i, j] = products.real.sum(-1) / D**0.5
-    expected = logits.softmax(-1) @ values
+    def scores(pe, q, k, v, x):
+        """Of a rotation by r as a multiplication of complex numbers by e^(i r theta)."""
+        q, k = (torch.complex(*x.chunk(2, dim=-1)) for x in (q, k))
+        angle = relative.nan_to_num()[..., None] * frequencies()
+        turn = torch.polar(torch.ones_like(angle), angle)
+        products = torch.einsum("bhip,bhjp,ijp->bhij", q, k.conj(), turn)
+        return (products.real / math.sqrt(D)).masked_fill(~is_seen, -torch.inf)
 
-    for new in (LENGTH, 3):
-        out = pe.attend(q[:, :, -new:], k, v, {}, context(pe, LENGTH, new))
-        torch.testing.assert_close(out.double(), expected[:, :, -new:], rtol=0, atol=2e-6)
+    assert_is_defined_by(scores, pe, tol=1e-5)
+
+    longest = relative[is_seen].max()
     if name == "string":
-        assert max(relative) == LENGTH - 1 - (near - factor)
+        assert longest == T - 1 - (near - factor)
     else:
-        assert max(relative) < L
+        assert longest < L
 
 
 @pytest.mark.parametrize("name", READINGS)
 @torch.no_grad()
-def test_they_train_as_rope_and_leave_short_texts_alone(name):
+def test_readings_train_as_rope_and_leave_short_texts_alone(name):
     net = build_gpt(name, train_len=L)
     rope = build_gpt("rope", train_len=L)
     net.load_state_dict(rope.state_dict())
     text = tokens(L)
 
     assert torch.equal(net(text), rope(text))
+
     trained, reading = scales_of(net.encodings)
     for length, scale in ((L, trained), (L + 1, reading)):
         scales = {pe.active_scale for pe in for_length(net.encodings, length, L)}
         assert scales == {scale}
     short = text[:, : L // 8]
+
     torch.testing.assert_close(net(short, encodings=read_at(net, reading)), rope(short), rtol=0, atol=2e-5)
 
 
@@ -130,5 +125,7 @@ def test_a_fine_tuning_at_a_greater_length_trains_what_it_will_be(name):
     reading = scales_of(net.encodings)[-1]
 
     assert scales_of(longer.encodings) == (reading,)
+
     text = tokens(4 * L)
+
     assert torch.equal(net(text, encodings=read_at(net, reading)), longer(text))

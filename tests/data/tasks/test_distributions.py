@@ -2,8 +2,8 @@
 
 import random
 from collections import Counter
-from itertools import combinations, permutations
-from math import comb
+from itertools import combinations
+from math import comb, factorial
 
 import numpy as np
 import pytest
@@ -20,86 +20,103 @@ pytestmark = pytest.mark.long
 P = 1 / 3000  # of rejecting what is true
 
 
-def uniform(counts):
-    return chisquare(list(counts.values())).pvalue > P
-
-
-def alike(a, b):
-    """Do two Counters have one distribution? Kinds that are rare in both count as one."""
-    kinds = a.keys() | b.keys()
-    rare = {kind for kind in kinds if a[kind] + b[kind] < 10}
-    table = [[a[kind], b[kind]] for kind in kinds - rare]
-    if rare:
-        table.append([sum(counter[kind] for kind in rare) for counter in (a, b)])
-    return len(table) == 1 or chi2_contingency(table).pvalue > P
-
-
 def samples_of(task, n, length, difficulty="in-distribution"):
     """The first n samples of the test set: (the symbols that are read, {place: the symbol to follow})."""
     return texts(task, *task.batch("test", range(n), length, difficulty))
 
 
-@pytest.mark.parametrize(("difficulty", "p"), [("in-distribution", 0.8), ("dense", 0.1), ("sparse", 0.98)])
-def test_flip_flop(difficulty, p):
-    instructions = Counter()
-    bits = {"w": Counter(), "i": Counter(), "r": Counter()}
+def bits_after(instruction):
+    """The bits of flip-flop's instructions of a kind."""
+    return lambda symbols, answers: [
+        bit for bit, before in zip(symbols[1:], symbols, strict=False) if before == instruction
+    ]
 
-    for symbols, answers in samples_of(FlipFlop(), 500, 128, difficulty):
+
+def which_are_blank(symbols, answers):
+    stored = symbols[: symbols.index("|")]
+    return [tuple(symbol == "." for symbol in stored)]
+
+
+def order_of_queries(symbols, answers):
+    """Of recall with three pairs."""
+    stored_keys = symbols[0:6:2]
+    return [tuple(stored_keys.index(symbols[place]) for place in answers)]
+
+
+FLIP_FLOP = (FlipFlop(), 128)
+# Two symbols, and as many blanks for each of them as the difficulty says.
+COPY = (SelectiveCopy(kinds=5), 8)
+# Three pairs, three queries and two of filler.
+RECALL = (Recall(pairs=3, keys=4, values=5), 13)
+# What is uniform: the task and the length, the difficulty, what of a sample, and how many kinds there are.
+UNIFORM = {
+    "bits written": (*FLIP_FLOP, "in-distribution", bits_after("w"), 2),
+    "bits ignored": (*FLIP_FLOP, "dense", bits_after("i"), 2),
+    "symbols copied": (*COPY, "in-distribution", lambda symbols, answers: answers.values(), 5),
+    "places of blanks": (*COPY, "in-distribution", which_are_blank, comb(4, 2)),
+    "places of few blanks": (*COPY, "dense", which_are_blank, comb(3, 2)),
+    "places of many blanks": (*COPY, "sparse", which_are_blank, comb(6, 2)),
+    "keys": (
+        *RECALL,
+        "in-distribution",
+        lambda symbols, answers: [tuple(symbols[0:6:2])],
+        factorial(4),
+    ),
+    "values": (*RECALL, "in-distribution", lambda symbols, answers: [tuple(symbols[1:6:2])], 5**3),
+    "order of queries": (*RECALL, "in-distribution", order_of_queries, factorial(3)),
+    "places of queries": (
+        *RECALL,
+        "in-distribution",
+        lambda symbols, answers: [tuple(answers)],
+        comb(5, 3),
+    ),
+    "operations": (
+        Counting(variables=2),
+        21,
+        "in-distribution",
+        lambda symbols, answers: [*answers],
+        18,
+    ),
+    "symbols to copy": (Copy(), 21, "in-distribution", lambda symbols, answers: [min(answers)], 10),
+}
+
+
+@pytest.mark.parametrize("what", UNIFORM)
+def test_what_is_drawn_without_a_weight_is_uniform(what):
+    task, length, difficulty, kinds_of, n_kinds = UNIFORM[what]
+    counts = Counter()
+    for symbols, answers in samples_of(task, 4000, length, difficulty):
+        counts.update(kinds_of(symbols, answers))
+
+    assert len(counts) == n_kinds
+    assert chisquare([*counts.values()]).pvalue > P
+
+
+@pytest.mark.parametrize(("difficulty", "p"), [("in-distribution", 0.8), ("dense", 0.1), ("sparse", 0.98)])
+def test_flip_flop_ignores_with_the_probability_of_its_difficulty(difficulty, p):
+    instructions = Counter()
+    for symbols, _ in samples_of(FlipFlop(), 500, 128, difficulty):
         assert (symbols[0], symbols[-2]) == ("w", "r")
-        assert len(answers) == symbols.count("r")
         instructions.update(symbols[2:-2:2])  # the first and the last are given
-        for instruction, bit in zip(symbols[0::2], symbols[1::2], strict=True):
-            bits[instruction][bit] += 1
 
     chances = {"i": p, "w": (1 - p) / 2, "r": (1 - p) / 2}
     counts = [instructions[kind] for kind in chances]
-    expected = instructions.total() * np.array(list(chances.values()))
+    expected = instructions.total() * np.array([*chances.values()])
+
     assert chisquare(counts, expected).pvalue > P
-    assert uniform(bits["w"])
-    assert uniform(bits["i"])
 
 
 @pytest.mark.parametrize(("difficulty", "blanks"), [("in-distribution", 2), ("dense", 1), ("sparse", 4)])
-def test_selective_copy(difficulty, blanks):
-    task = SelectiveCopy(kinds=5)
-    kinds = Counter()
-    places = Counter()
-    for symbols, answers in samples_of(task, 6000, 8, difficulty):
-        kinds.update(answers.values())
-        stored = symbols[: symbols.index("|")]
-        places[tuple(symbol == "." for symbol in stored)] += 1
-
-    assert len(kinds) == 5
-    assert len(places) == comb(2 + blanks, 2)
-    assert uniform(kinds)
-    assert uniform(places)
-
-    # The paper's sizes.
-    ((symbols, answers),) = samples_of(task, 1, 512, difficulty)
+def test_selective_copy_has_the_sizes_of_the_paper(difficulty, blanks):
+    ((symbols, answers),) = samples_of(SelectiveCopy(), 1, 512, difficulty)
     assert symbols.count(".") == 64 * blanks
     assert len(answers) == 128
 
 
-def test_recall():
-    task = Recall(pairs=3, keys=4, values=5)
-    keys = Counter()
-    values = Counter()
-    orders = Counter()
-    places = Counter()
-    for symbols, answers in samples_of(task, 4000, 13):
-        stored_keys = symbols[0:6:2]
-        stored_values = symbols[1:6:2]
-        keys[tuple(stored_keys)] += 1
-        values[tuple(stored_values)] += 1
-        orders[tuple(stored_keys.index(symbols[place]) for place in answers)] += 1
-        places[tuple(answers)] += 1
-
-    assert sorted(keys) == sorted(permutations(["k0", "k1", "k2", "k3"], 3))
-    assert sorted(orders) == sorted(permutations(range(3)))
-    assert len(values) == 5**3
-    assert len(places) == comb(5, 3)  # 2 of filler and 3 queries
-    for counts in (keys, values, orders, places):
-        assert uniform(counts)
+@pytest.mark.parametrize(("task", "longest"), [(Counting(variables=2), 20), (Copy(), 10)])
+def test_full_samples_have_the_size_that_fits(task, longest):
+    for _, answers in samples_of(task, 20, 21, "full"):
+        assert min(answers) == longest
 
 
 def test_the_gaps_of_recall_are_drawn_one_after_another_by_their_weight():
@@ -129,62 +146,68 @@ def test_the_gaps_of_recall_are_drawn_one_after_another_by_their_weight():
 def test_a_longer_recall_has_more_filler_or_as_many_pairs_for_its_length(density, pairs):
     task = Recall(density=density, keys=64)
     for length, n in zip((32, 64, 512), pairs, strict=True):
-        near = range(1, 4 * n)
-        far = range(length + 2 - 4 * n, length + 1)
-        for difficulty, distances in (("near", near), ("far", far)):
+        distances = {
+            "near": range(1, 4 * n),
+            "far": range(length + 2 - 4 * n, length + 1),
+        }
+        for difficulty, expected in distances.items():
             for symbols, answers in samples_of(task, 20, length, difficulty):
                 assert len(answers) == n
                 for place in answers:
                     first_place = symbols.index(symbols[place])
-                    assert place - first_place in distances
-
-
-@pytest.mark.parametrize(("task", "sizes"), [(Counting(variables=2), range(3, 21)), (Copy(), range(1, 11))])
-def test_sizes_are_uniform(task, sizes):
-    for difficulty, expected in (("in-distribution", sizes), ("full", sizes[-1:])):
-        samples = samples_of(task, 2000, 21, difficulty)
-        tokens_before_first_answer = Counter(min(answers) for _, answers in samples)
-        assert sorted(tokens_before_first_answer) == list(expected)
-        assert len(expected) == 1 or uniform(tokens_before_first_answer)
+                    assert place - first_place in expected
 
 
 def grammar(chance, variables, weights, cap, n):
     """A counting program of n operations, what it asks and the answer, drawn one after another; anew if none is set."""
-    while True:
-        values = {}
-        program = []
-        while len(program) < n:
-            kind = chance.choices(["set", "pass", "increment"], weights)[0]
-            if kind == "set":
-                variable = chance.choice("abcdefgh"[:variables])
-                values[variable] = 0
-                program.append(f"{variable}=0")
-            elif kind == "pass":
-                program.append("pass")
-            elif values:
-                variable = chance.choice(list(values))
-                if values[variable] < cap:
-                    values[variable] += 1
-                    program.append(f"{variable}++")
-        if values:
-            asked = chance.choice(list(values))
-            return program, asked, values[asked]
+    values = {}
+    program = []
+    while len(program) < n:
+        kind = chance.choices(["set", "pass", "increment"], weights)[0]
+        if kind == "set":
+            variable = chance.choice("abcdefgh"[:variables])
+            values[variable] = 0
+            program.append(f"{variable}=0")
+        elif kind == "pass":
+            program.append("pass")
+        elif values:
+            variable = chance.choice(list(values))
+            if values[variable] < cap:
+                values[variable] += 1
+                program.append(f"{variable}++")
+    if not values:
+        return grammar(chance, variables, weights, cap, n)
+    asked = chance.choice(list(values))
+    return program, asked, values[asked]
 
 
 def traits(program, asked, answer):
     """Categories by which distributions of programs are compared."""
-    of_asked = [i for i, operation in enumerate(program) if operation == f"{asked}=0"]
+    assignments_of_asked = [i for i, operation in enumerate(program) if operation == f"{asked}=0"]
+    n_assignments, n_increments = (sum(mark in operation for operation in program) for mark in ("=", "++"))
     return {
         "answer": answer,
-        "last assignment of what is asked": of_asked[-1],
-        "operations": tuple(sum(mark in operation for operation in program) for mark in ("=", "++")),
+        "last assignment of what is asked": assignments_of_asked[-1],
+        "operations": (n_assignments, n_increments),
         "increments of a": program.count("a++"),
         "second and last operation": (program[1], program[-1]),
     }
 
 
+def are_alike(a, b):
+    """Do two Counters have one distribution? Kinds that are rare in both count as one."""
+    table = Counter()
+    for kind in {*a, *b}:
+        is_rare = a[kind] + b[kind] < 10
+        for side, counts in enumerate((a, b)):
+            table["rare" if is_rare else kind, side] += counts[kind]
+    rows = [(table[kind, 0], table[kind, 1]) for kind in {kind for kind, _ in table}]
+    return len(rows) == 1 or chi2_contingency(rows).pvalue > P
+
+
 @pytest.mark.parametrize(
-    ("variables", "weights", "cap"), [(1, [1, 50, 7], 10), (3, [1, 2, 7], 3), (5, [1, 4, 2], 10), (2, [1, 0, 4], 2)]
+    ("variables", "weights", "cap"),
+    [(1, [1, 50, 7], 10), (3, [1, 2, 7], 3), (5, [1, 4, 2], 10), (2, [1, 0, 4], 2)],
 )
 def test_counting_is_as_its_grammar_draws_it(variables, weights, cap):
     task = Counting(variables=variables, weights=weights, cap=cap)
@@ -198,5 +221,6 @@ def test_counting_is_as_its_grammar_draws_it(variables, weights, cap):
     by_grammar = [traits(*grammar(chance, variables, weights, cap, operations)) for _ in range(samples)]
 
     for trait in ours[0]:
-        our_counts, their_counts = (Counter(sample[trait] for sample in programs) for programs in (ours, by_grammar))
-        assert alike(our_counts, their_counts), trait
+        our_counts = Counter(sample[trait] for sample in ours)
+        their_counts = Counter(sample[trait] for sample in by_grammar)
+        assert are_alike(our_counts, their_counts), trait

@@ -41,29 +41,28 @@ def task(request):
     return build(request.param)
 
 
-@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in TASKS), ("counting", {"variables": 5})])
-def test_every_label_of_every_eval_set(name, options):
-    task = build(name, **options)
-    lengths = [LENGTH, 2 * LENGTH]
+@pytest.mark.parametrize("name", TASKS)
+def test_every_difficulty_and_length_has_an_eval_set_with_the_labels_that_its_symbols_imply(name):
+    task = build(name)
     n = 300
+    lengths = [LENGTH, 2 * LENGTH]
     parts = task.eval_sets(lengths, target_tokens=1, sequences=n)
     kinds = [(part.name, part.length) for part in parts]
 
     assert kinds == list(itertools.product(task.difficulties, lengths))
+
     parts.append(task.validation(LENGTH, n * LENGTH))
+
     assert len({part.texts_hash for part in parts}) == len(parts)
+
     for part in parts:
         x, y = part.batch(0, part.n)
+
         assert x.shape == y.shape == (n, part.length)
         assert x.dtype == y.dtype == torch.int64
         assert 0 <= x.min() <= x.max() < task.vocab_size
         assert (y != IGNORE_INDEX).any(1).all()
         check(task, x, y)
-        assert torch.equal(part.batch(13, 14)[0], x[13:14])
-
-    # The texts do not depend on the other lengths.
-    alone = task.eval_sets([LENGTH], target_tokens=1, sequences=n)[0]
-    assert torch.equal(alone.batch(0, 9)[0], parts[0].batch(0, 9)[0])
 
 
 OPTIONS = {
@@ -84,32 +83,33 @@ OPTIONS = {
         "cap": st.sampled_from([1, 2, 10, 99]),
         "weights": st.sampled_from([[1, 50, 7], [1e-9, 0.5, 5], [1e-9, 0, 0], [50, 0, 500], [0.5, 1, 0]]),
     },
-    "group": {"group": st.sampled_from(["z2", "z11", "s2", "s3", "s5", "a3", "a4"]), "generators": st.booleans()},
+    "group": {
+        "group": st.sampled_from(["z2", "z11", "s2", "s3", "s5", "a3", "a4"]),
+        "generators": st.booleans(),
+    },
 }
 
 
 @pytest.mark.parametrize("name", TASKS)
-@settings(max_examples=10)
+@settings(max_examples=25)
 @given(draw=st.data(), length=st.integers(0, 50), seed=st.integers(0, 9))
-def test_any_options(name, draw, length, seed):
-    """Every label is what the solver finds, or the length is not possible, and named."""
+def test_with_any_options_labels_are_what_the_symbols_imply_or_the_length_is_refused(name, draw, length, seed):
     options = {key: draw.draw(values, key) for key, values in OPTIONS[name].items()}
     task = build(name, **options)
-    refusals = []
+    difficulty = draw.draw(st.sampled_from(task.difficulties))
+    try:
+        x, y = task.batch(f"any/{seed}", range(10), length, difficulty)
+    except ValueError as error:
+        refused = re.search(rf"\b{length}\b.*train_len and eval\.lengths", str(error))
+        if refused is None:
+            raise
+        return
+    x_alone, y_alone = task.batch(f"any/{seed}", [3], length, difficulty)
 
-    for difficulty in task.difficulties:
-        try:
-            x, y = task.batch(f"any/{seed}", range(10), length, difficulty)
-        except ValueError as error:
-            refusals.append(str(error))
-            continue
-        assert x.shape == (10, length)
-        check(task, x, y)
-        x_alone, y_alone = task.batch(f"any/{seed}", [3], length, difficulty)
-        assert torch.equal(x_alone[0], x[3])
-        assert torch.equal(y_alone[0], y[3])
-    for refusal in refusals:
-        assert re.search(rf"\b{length}\b.*train_len and eval\.lengths", refusal)
+    assert x.shape == (10, length)
+    check(task, x, y)
+    assert torch.equal(x_alone[0], x[3])
+    assert torch.equal(y_alone[0], y[3])
 
 
 @pytest.mark.parametrize(
@@ -125,22 +125,17 @@ def test_any_options(name, draw, length, seed):
         ("recall", {"pairs": 3, "keys": 9, "key_len": 2, "value_len": 3}, (28, 29)),
         # Half of the tokens are pairs, of which one has to fit.
         ("recall", {"density": 0.5, "keys": 9, "key_len": 1, "value_len": 1}, (2, 3)),
+        # More pairs than there are keys: the longest length.
+        ("recall", {"density": 1.0, "keys": 9}, (39, 35)),
     ],
 )
-def test_the_shortest_length(name, options, lengths):
+def test_a_length_at_which_a_task_is_impossible_is_refused_and_the_next_one_is_not(name, options, lengths):
     task = build(name, **options)
-    impossible, shortest = lengths
+    impossible, possible = lengths
     for difficulty in task.difficulties:
         with pytest.raises(ValueError, match=rf"\b{impossible}\b.*train_len and eval\.lengths"):
             task.batch("any", range(2), impossible, difficulty)
-        check(task, *task.batch("any", range(9), shortest, difficulty))
-
-
-def test_a_recall_with_fewer_keys_than_pairs_is_refused():
-    task = build("recall", keys=9, density=1.0)
-    check(task, *task.batch("any", range(2), 4 * 9 - 1, "near"))
-    with pytest.raises(ValueError, match=r"\b39\b.*train_len and eval\.lengths"):
-        task.batch("any", range(2), 4 * 10 - 1, "near")
+        check(task, *task.batch("any", range(9), possible, difficulty))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +164,7 @@ def test_a_recall_with_fewer_keys_than_pairs_is_refused():
         ("markov", "switch", [-0.1, 1.1]),
     ],
 )
-def test_bad_options(name, option, values):
+def test_an_option_out_of_range_is_an_error_that_names_it(name, option, values):
     for value in values:
         with pytest.raises(ValueError, match=rf"data\.{option}=.* must be "):
             build(name, **{option: value})
@@ -192,38 +187,44 @@ def test_samples_are_those_of_this_version(task):
     assert (task.version, task.decode(x[0].tolist())) == FIRST[task.task]
 
 
-def test_samples_are_of_their_seed_and_split(task):
+def test_seeds_and_splits_share_no_sample(task):
     """Nothing is repeated where chance would not: of counting's programs only the longer ones are many enough."""
     length = 512 if task.task == "counting" else LENGTH
     n = 300
     long_samples = []
 
-    for x, y in (
-        task.train_batch(range(n), length, 0),
-        task.train_batch(range(n), length, 1),
-        task.validation(length, n * length).batch(0, n),
-        task.eval_sets([length], target_tokens=1, sequences=n)[0].batch(0, n),
+    batches = [task.train_batch(range(n), length, seed) for seed in (0, 1)]
+    for part in (
+        task.validation(length, n * length),
+        *task.eval_sets([length], target_tokens=1, sequences=n)[:1],
     ):
+        batches.append(part.batch(0, n))
+    for x, y in batches:
         last_target = torch.where(y != IGNORE_INDEX, torch.arange(length), 0).amax(1)
         is_long = last_target >= length // 2
         assert is_long.sum() > 0.4 * n
         long_samples.append(x[is_long])
     together = torch.cat(long_samples)
+
     assert len(together.unique(dim=0)) == len(together)
 
 
 @pytest.mark.parametrize("name", [*TASKS, "markov"])
-def test_symbols_are_text_and_options_are_recorded(name):
+def test_samples_can_be_written_as_text_and_the_options_are_recorded(name):
     task = build(name)
+
     assert len(set(task.vocab)) == task.vocab_size
     assert not any(" " in symbol for symbol in task.vocab)
+
     ids = task.train_batch([0], LENGTH, 0)[0][0].tolist()
+
     assert task.encode(task.decode(ids)) == ids
     with pytest.raises(ValueError, match="'xyz' is not a symbol of this data; there is: "):
         task.encode("xyz")
 
     identity = task.identity()
     yaml = YAMLS[name]
+
     assert json.loads(json.dumps(identity)) == identity  # or no run could be resumed
     assert identity["options"] | {"name": yaml["name"], "_target_": yaml["_target_"]} == yaml
     assert type(task)().identity() == identity

@@ -60,50 +60,66 @@ def entries(tmp_path, monkeypatch):
 def enter(entries, script, tmp_path):
     """`enter(name)` runs the command line on an entry; None: on no entry, only the page."""
     track = ",".join(f"'{option}'" for option in TRACK)
-    own = [f"board={entries}", f"page={tmp_path / 'page.md'}", f"runs_dir={tmp_path / 'runs'}", f"track=[{track}]"]
+    own = [
+        f"board={entries}",
+        f"page={tmp_path / 'page.md'}",
+        f"runs_dir={tmp_path / 'runs'}",
+        f"track=[{track}]",
+    ]
     return lambda name: script(program, f"entry={entries / name}" if name else "entry=null", *own)
 
 
-def test_an_entry_becomes_a_line_and_a_page_that_its_verdict_makes_again(entries, enter, tmp_path):
-    lines = []
-    for folder in sorted(entries.iterdir()):
-        said = enter(folder.name)
-        assert said.code == 0, said.err
-        lines.append(said.out.splitlines()[-1])
+def bits_by_length(run) -> dict[int, float]:
+    """Mean losses of a run."""
+    return {length: row.sample.values.sum() / row.sample.units.sum() for length, row in trials.losses(run).items()}
+
+
+def test_entries_become_lines_verdicts_and_a_page(entries, enter, tmp_path):
+    names = sorted(path.name for path in entries.iterdir())
+    said = [enter(name) for name in names]
+
+    assert [outcome.code for outcome in said] == [0, 0, 0]
+
+    lines = [outcome.out.splitlines()[-1] for outcome in said]
+
     assert lines[0].startswith("2026-01-01-rope: ")
     assert lines[0].endswith(": record")
     assert "against 2026-01-01-rope" in lines[1]
 
-    rope, mine, yarn = (json.loads(path.read_text()) for path in sorted(entries.glob("*/verdict.json")))
+    rope, mine, yarn = (json.loads((entries / name / "verdict.json").read_text()) for name in names)
+
     assert mine["commit"] == git(entries, "rev-parse", "HEAD")
     assert mine["seeds"] == rope["seeds"] == rules.drawn_seeds(mine["commit"])[:2]
     assert mine["measured_of_holder"] == rope["measured"]
     assert mine["parameters"] == 1.0
-    options = [*TRACK, f"runs_dir={tmp_path / 'runs'}"]
-    ((run, *_), _) = board.of_kinds(board.configured(board.load(entries / "2026-01-01-rope"), options), rope["seeds"])
-    bits = {
-        length: float(row.sample.values.sum() / row.sample.units.sum()) for length, row in trials.losses(run).items()
-    }
-    assert rope["measured"]["gain"][0][0] == pytest.approx(bits[16] - bits[128], abs=1e-6)
     # YaRN trains as RoPE does, bit for bit.
     assert yarn["measured"]["excess"] == rope["measured"]["excess"]
     assert yarn["measured"]["gain"] != rope["measured"]["gain"]
-    runs = [path.parent.name for path in (tmp_path / "runs").glob("*/training.json")]
-    assert len(runs) == 3 * 2 * 2
 
-    # Again, and without an entry: nothing is trained, and the verdicts make the same bytes.
-    written = [tmp_path / "page.md", tmp_path / "page.svg"]
-    before = [path.read_bytes() for path in written]
-    trained = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*.json")}
-    assert enter("2026-01-02-mine").out.splitlines()[-1] == lines[1]
+    configured = board.configured(board.load(entries / names[0]), [*TRACK, f"runs_dir={tmp_path / 'runs'}"])
+    ((run, *_), _) = board.of_kinds(configured, rope["seeds"])
+    bits = bits_by_length(run)
+
+    assert rope["measured"]["gain"][0][0] == pytest.approx(bits[16] - bits[128], abs=1e-6)
+    assert len([*(tmp_path / "runs").glob("*/training.json")]) == 3 * 2 * 2
+
+    # Again, and without an entry: nothing is trained or written anew.
+    def files():
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*.json")}
+
+    trained = files()
+    pages = [(tmp_path / name).read_bytes() for name in ("page.md", "page.svg")]
+
+    assert enter(names[1]).out.splitlines()[-1] == lines[1]
     assert enter(None).code == 0
-    assert [path.read_bytes() for path in written] == before
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*.json")} == trained
+    assert files() == trained
+    assert [(tmp_path / name).read_bytes() for name in ("page.md", "page.svg")] == pages
 
 
 def test_what_is_not_committed_has_no_seeds_yet(entries, enter):
     (entries / "2026-01-02-mine" / "encoding.py").write_text(MINE + "\n")
     said = enter("2026-01-02-mine")
+
     assert said.code == 2
     assert "commit" in said.err
 
@@ -133,9 +149,6 @@ def test_runs_train_side_by_side_in_processes_of_their_own(entries, monkeypatch,
     rope = board.configured(board.load(entries / "2026-01-01-rope"), [*TRACK, f"runs_dir={tmp_path / 'runs'}"])
     ((first, second), _) = board.of_kinds(rope, [1, 2])
     trials.train_all([first, second])
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "2 of 2 runs to train or measure, 2 at once"
-    assert [line.partition(",")[0] for line in said[1:]] == ["1 of 2 runs", "2 of 2 runs"]
-    assert sorted(trials.losses(first)) == [16, 128]
-    trials.train_all([first])
-    assert capsys.readouterr().out == "0 of 1 runs to train or measure, 0 at once\n"
+
+    assert "2 of 2 runs to train or measure, 2 at once" in capsys.readouterr().out
+    assert sorted(trials.losses(first)) == sorted(trials.losses(second)) == [16, 128]

@@ -12,31 +12,39 @@ from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import with_variants
 from ropewalk.evaluation.statistics import Sample
 
-SHORT, LONG, TEXTS = 64, 512, 64
+SHORT = 64
+LONG = 512
+TEXTS = 64
 GAIN = 2.0  # bits that all gain from long text
 OF_SEEDS = 0.03  # how much seeds differ, where a text's difference is 1
 
 
-def differing(rng, seeds):
-    """What an encoding adds to the loss of each seed and text: as much for each text as for each text of a seed."""
-    of_seeds = OF_SEEDS * rng.standard_normal((seeds, 1))
-    return of_seeds + rng.standard_normal(TEXTS) + rng.standard_normal((seeds, TEXTS))
+def side(rng, shared, advantage=0.0):
+    """The losses of an encoding: what it adds to the `shared` ones is alike for all texts of a seed, for all seeds of a
+    text, or for neither."""
+    losses = {}
+    for length, base in shared.items():
+        seeds = len(base)
+        own = OF_SEEDS * rng.standard_normal((seeds, 1)) + rng.standard_normal(TEXTS)
+        noise = rng.standard_normal((seeds, TEXTS))
+        gain = advantage + (GAIN if length == LONG else 0.0)
+        losses[length] = Sample(base - gain + own + noise, np.ones(TEXTS))
+    return losses
 
 
 def words_of(seed, tries, seeds=3, better=0.0):
     """The words of each try in a folder, all against the same side; `better` in paired standard errors."""
     rng = np.random.default_rng(seed)
-    shared = {n: 3 * rng.standard_normal((1, TEXTS)) + rng.standard_normal((seeds, 1)) for n in (SHORT, LONG)}
-
-    def side(advantage):
-        gains = {SHORT: advantage, LONG: advantage + GAIN}
-        return {n: Sample(shared[n] - gains[n] + differing(rng, seeds), np.ones(TEXTS)) for n in shared}
-
-    against = side(0.0)
-    error = np.sqrt(2 * (OF_SEEDS**2 / seeds + 1 / TEXTS + 1 / (seeds * TEXTS)))  # of the difference of two encodings
+    shared = {}
+    for length in (SHORT, LONG):
+        shared[length] = 3 * rng.standard_normal((1, TEXTS)) + rng.standard_normal((seeds, 1))
+    against = side(rng, shared)
+    # Of the difference of two encodings.
+    variance = 2 * (OF_SEEDS**2 / seeds + 1 / TEXTS + 1 / (seeds * TEXTS))
     words = []
     for number in range(1, tries + 1):
-        findings = judge(side(better * error), against, train_len=SHORT, longest=LONG, number=number)
+        mine = side(rng, shared, better * np.sqrt(variance))
+        findings = judge(mine, against, train_len=SHORT, longest=LONG, number=number)
         words.append({name: found.word for name, found in findings.items()})
     return words
 
@@ -59,6 +67,7 @@ def test_an_encoding_that_is_ahead_by_four_paired_standard_errors_is_found():
     """By the measure that decides, in 90 % of folders with three seeds; by any, in 95 % with five."""
     decided = share_of_folders(lambda folder: folder[0]["8x or cut"] == "better", tries=1, seeds=3, better=4.0)
     by_any = share_of_folders(lambda folder: "better" in folder[0].values(), tries=1, seeds=5, better=4.0)
+
     assert decided >= 0.9
     assert by_any >= 0.95
 
@@ -89,6 +98,7 @@ def test_beating_a_side_that_fails_on_long_text_is_not_enough(mine, against, exp
         losses = {SHORT: constant(short)}
         sides.append(losses if long is None else losses | {LONG: constant(long)})
     findings = judge(*sides, train_len=SHORT, longest=LONG, number=1)
+
     assert {name: found.word for name, found in findings.items()} == expected
 
 
@@ -100,6 +110,7 @@ def test_intervals_widen_with_the_number_of_the_try():
         findings = judge(mine, against, train_len=SHORT, longest=LONG, number=number)
         found = findings["8x or cut"]
         halves.append((found.high - found.low) / 2)
+
     assert halves == sorted(halves)
     assert halves[2] > 1.5 * halves[0]
 
@@ -119,6 +130,9 @@ def test_tries_that_begin_at_once_wait_for_each_other_and_get_numbers_of_their_o
         process.start()
     for process in processes:
         process.join()
+
     assert [process.exitcode for process in processes] == [0] * 4
+
     numbers = [begin(tmp_path, cfg, name)[1] for name in names]
+
     assert sorted(numbers) == [1, 2, 3, 4]

@@ -10,7 +10,6 @@ from planted import Texts, results_of
 from lab.measures import reach
 from model.position import PositionEncoding, Shape
 from model.position.network import view
-from ropewalk.evaluation.results import Evaluation, Variant
 from ropewalk.evaluation.scoring import Scorer
 
 LENGTH, TRAIN_LEN, VOCAB = 128, 64, 50
@@ -30,39 +29,40 @@ class CopiesFromFar(PositionEncoding):
 
 def measured(net):
     """The shares in percent by name, [distances, texts]."""
-    plan = reach.Reach().plan(DATA, CFG)
-    variant = Variant(label="planted", pe={}, scale=1.0, zero_shot=False)
-    evaluation = Evaluation(
-        kind="reach", run="r", run_id="r", seed=0, train_len=TRAIN_LEN, task=None, step=0, variant=variant, eval={},
-        provenance={}, measured=results_of(plan, net),
-    )  # fmt: skip
     shares = {}
-    for row in evaluation.rows():
-        assert row.quantity == "share"
-        shares.setdefault(row.part.name, {})[row.length] = row.sample.values[0].tolist()
+    for result in results_of(reach.Reach().plan(DATA, CFG), net):
+        shares.setdefault(result.difficulty, {})[result.span[0]] = list(result.reach)
     return {name: torch.tensor([values[d] for d in DISTANCES]) for name, values in shares.items()}
 
 
+ATTENTION = ("attention", "attention in layer 1", "attention in layer 2")
+
+
 def test_a_window_of_32_reaches_no_further_than_its_layers():
-    # A layer reads 31 tokens back, and two of them 62.
+    """A layer reads 31 tokens back, and two of them 62."""
     shares = measured(build_gpt("rope", vocab_size=VOCAB, train_len=TRAIN_LEN, pe={"window": 32}))
-    for name in ("attention", "attention in layer 1", "attention in layer 2", "gradient from layer 2 on"):
+
+    for name in (*ATTENTION, "gradient from layer 2 on"):
         assert (shares[name][:2] > 0).all()
         assert (shares[name][2:] == 0).all()
     assert (shares["gradient"][:3] > 0).all()
     assert (shares["gradient"][3:] == 0).all()
 
 
-def test_what_copies_from_far_is_seen_to():
+def test_a_network_that_copies_from_far_reaches_so_far():
+    """Two layers read 80 tokens back, and the token itself stays in the residual stream."""
     net = build_gpt("nope", vocab_size=VOCAB, train_len=TRAIN_LEN)
     net.encodings = [CopiesFromFar(Shape(64, 4, 2, 16, TRAIN_LEN, 2))] * 2
     shares = measured(net)
-    for name in ("attention", "attention in layer 1", "attention in layer 2"):
+
+    for name in ATTENTION:
         assert (shares[name][:3] == 100).all()
         assert (shares[name][3:] == 0).all()
-    # Two layers read 80 tokens back, and the token itself stays in the residual stream.
-    assert torch.equal(shares["gradient"][0], shares["gradient"][2])
-    assert ((shares["gradient"] > 0) & (shares["gradient"] < 100)).all()
+
+    gradient = shares["gradient"]
+
+    assert torch.equal(gradient[0], gradient[2])
+    assert ((gradient > 0) & (gradient < 100)).all()
     assert (shares["gradient from layer 2 on"][2] > 0).all()
     assert (shares["gradient from layer 2 on"][3] == 0).all()
 
@@ -71,10 +71,14 @@ def test_a_variant_is_measured_by_its_own_encodings():
     net = build_gpt("rope", vocab_size=VOCAB, train_len=TRAIN_LEN)
     with_window = [view(pe, window=8) for pe in net.encodings]
     (job,) = reach.Reach().plan(DATA, CFG).jobs
-    results = job.run(Scorer(net, with_window))
-    far = [m for m in results if m.difficulty == "attention in layer 1" and m.span[0] >= 8]
-    assert {share for m in far for share in m.reach} == {0.0}
-    assert max(share for m in job.run(Scorer(net)) for share in m.reach) > 0
+
+    def far(*encodings):
+        results = job.run(Scorer(net, *encodings))
+        far = [m for m in results if m.difficulty == "attention in layer 1" and m.span[0] >= 8]
+        return {share for m in far for share in m.reach}
+
+    assert far(with_window) == {0.0}
+    assert max(far()) > 0
 
 
 def test_the_gradient_is_that_of_the_embeddings():
@@ -90,4 +94,5 @@ def test_the_gradient_is_that_of_the_embeddings():
         (rows,) = torch.autograd.grad(loss, net.embedding.weight)
         norms = rows[text].norm(dim=-1).double()
         beyond = torch.stack([norms[: 20 - distance].sum() for distance in distances])
+
         torch.testing.assert_close(share, beyond / norms.sum(), rtol=1e-5, atol=1e-7)

@@ -1,6 +1,5 @@
 """RULER: questions that a few lines of independent code answer, and the scores of networks of known behaviour."""
 
-import base64
 import copy
 import re
 from collections import Counter
@@ -13,6 +12,7 @@ from conftest import build_gpt
 from planted import results_of
 from scipy.special import zeta
 
+from data import hf_tokenizer
 from data.tasks.recall import Recall
 from data.text import TextFiles
 from lab.measures.ruler import Ruler
@@ -26,20 +26,10 @@ SMALL = 160  # tokens of `words`: niah_single with one line of noise
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    """A source with a token for each word of the sentences, some pairs of digits, and each byte."""
-    texts = [NOISE]
-    for task in TASKS:
-        ids, _ = question(task, list_bytes, 3000, (0, 0))
-        texts.append(bytes(ids).decode())
-    words_of_texts = re.findall(r" ?[A-Za-z]+", "\n".join(texts))
-    pairs_of_digits = [f"{i}{j}" for i in range(10) for j in range(i)]
-
-    pieces = [bytes([i]) for i in range(256)]
-    pieces += [word.encode() for word in sorted(set(words_of_texts)) if len(word) > 1]
-    pieces += [pair.encode() for pair in pairs_of_digits]
-    lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces)]
+    """A source whose vocabulary was trained on the questions, so that most words are one token."""
     path = tmp_path_factory.mktemp("words") / "words.tiktoken"
-    path.write_text("".join(lines))
+    questions = [bytes(question(task, list_bytes, 3000, (0, 0))[0]).decode() for task in TASKS]
+    hf_tokenizer.train(questions, 1000, path)
 
     source = TextFiles(files="none", tokenizer=str(path))
     essays = torch.tensor([source.encode("\n".join(ESSAY * 40))])
@@ -93,18 +83,18 @@ def solve_common_words(context: str) -> set[str]:
 
 def solve_frequent_words(context: str) -> set[str]:
     """The three words that come most often but for "...": word r of n comes n / (zeta(2) r^2) times, rounded down."""
-    coded = Counter(re.findall(r"(?<= )(?:\.\.\.|[a-z]{6})(?= |$)", context.split("coded words.")[1])).most_common()
+    words = re.findall(r"(?<= )(?:\.\.\.|[a-z]{6})(?= |$)", context.split("coded words.")[1])
+    coded = Counter(words).most_common()
     counts = [count for _, count in coded]
     share_of_rank = np.arange(1, len(counts) + 1.0) ** -2 / zeta(2)
-    drawn = range(
-        int(counts[0] * zeta(2)), int((counts[0] + 1) * zeta(2)) + 1
-    )  # in all, as the most frequent one tells
-    assert any(counts == (n * share_of_rank).astype(int).tolist() for n in drawn)
+    # How many were drawn in all, as the most frequent one tells.
+    least, most = (int(count * zeta(2)) for count in (counts[0], counts[0] + 1))
+    assert any(counts == (n * share_of_rank).astype(int).tolist() for n in range(least, most + 1))
     return {word for word, _ in coded[:4]} - {"..."}
 
 
-GIVEN = {"niah_multivalue": 3, "vt": 4, "cwe": 9, "fwe": 2}  # answers that stand in the question; no other task has any
-ASKED = [(1300, 0, 0.0), (1301, 1, 0.5), (2000, 2, 1.0)]  # length, trial and depth
+# Answers that stand in the question; no other task has any.
+GIVEN = {"niah_multivalue": 3, "vt": 4, "cwe": 9, "fwe": 2}
 
 
 @pytest.fixture(params=["bytes", "words"])
@@ -112,43 +102,50 @@ def data(request):
     return TextFiles(files="none") if request.param == "bytes" else request.getfixturevalue("words")
 
 
+def asked(data, task, length, trial=0, depth=0.0, **options):
+    """A question of `length` tokens as text, its answer, and how many tokens both have."""
+    ids, n = question(task, data.encode, length, (7, trial), depth=depth, essay=ESSAY, **options)
+    return data.decode(ids[:-n]), data.decode(ids[-n:]), len(ids)
+
+
+trials = pytest.mark.parametrize(("length", "trial", "depth"), [(1300, 0, 0.0), (1301, 1, 0.5), (2000, 2, 1.0)])
+
+
+@trials
 @pytest.mark.parametrize("task", TASKS)
-def test_questions_have_one_answer(task, data):
+def test_a_question_has_one_answer_which_is_wrong_in_its_twin(task, data, length, trial, depth):
+    """A twin asks the same of another text."""
+    text, answer, n_tokens = asked(data, task, length, trial, depth)
+    twin, twin_answer, _ = asked(data, task, length, trial, depth, twin=True)
+
     one_more_line = len(data.encode(f"\n{NOISE}"))
-    for length, trial, depth in [*ASKED, (8192, 0, 0.0)] if task == "cwe" else ASKED:
-        ids, n = question(task, data.encode, length, (7, trial), depth=depth, essay=ESSAY)
-        answer = data.decode(ids[-n:])
-        assert re.fullmatch(r" \w+", answer)
-        assert length + 1 - one_more_line < len(ids) <= length + 1
-        solutions, given = solve(data.decode(ids[:-n]))
-        assert solutions - set(given) == {answer.strip()}
-        assert len(given) == len(solutions) - 1 == GIVEN.get(task, 0)
+
+    assert length + 1 - one_more_line < n_tokens <= length + 1
+    assert re.fullmatch(r" \w+", answer)
+
+    solutions, given = solve(text)
+
+    assert solutions - {*given} == {answer.strip()}
+    assert len(given) == len(solutions) - 1 == GIVEN.get(task, 0)
+
+    assert twin_answer == answer
+    assert twin.rsplit("\n", 1)[1] == text.rsplit("\n", 1)[1]  # the question
+
+    solutions, given = solve(twin)
+
+    assert solutions - {*given} != {answer.strip()}
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_in_the_twin_the_same_answer_to_the_same_question_is_wrong(task, data):
-    for length, trial, depth in ASKED:
-        texts = []
-        for twin in (False, True):
-            ids, n = question(task, data.encode, length, (7, trial), depth=depth, twin=twin, essay=ESSAY)
-            texts.append((data.decode(ids[:-n]), data.decode(ids[-n:])))
-        (text, answer), (twin_text, twin_answer) = texts
-        assert twin_answer == answer
-        assert twin_text.rsplit("\n", 1)[1] == text.rsplit("\n", 1)[1]  # the question
-        solutions, given = solve(twin_text)
-        assert solutions - set(given) != {answer.strip()}
-
-
+@trials
 @pytest.mark.parametrize("task", [task for task in TASKS if task.startswith("niah")])
-def test_a_needle_lies_at_its_depth(task, data):
-    for length, trial, depth in ASKED:
-        ids, n = question(task, data.encode, length, (7, trial), depth=depth, essay=ESSAY)
-        answer = data.decode(ids[-n:])
-        lines = data.decode(ids[:-n]).split("\n")[1:-1]
-        filler = [i for i, line in enumerate(lines) if "magic" not in line]
-        (place,) = [i for i, line in enumerate(lines) if line.endswith(f":{answer}.")]
-        assert {lines[i] for i in filler} == set(ESSAY if task in ESSAYS else [NOISE])
-        assert np.searchsorted(filler, place) == round(depth * len(filler))
+def test_a_needle_lies_at_its_depth(task, data, length, trial, depth):
+    text, answer, _ = asked(data, task, length, trial, depth)
+    lines = text.split("\n")[1:-1]
+    filler = [i for i, line in enumerate(lines) if "magic" not in line]
+    (place,) = [i for i, line in enumerate(lines) if line.endswith(f":{answer}.")]
+
+    assert {lines[i] for i in filler} == set(ESSAY if task in ESSAYS else [NOISE])
+    assert np.searchsorted(filler, place) == round(depth * len(filler))
 
 
 def test_questions_are_those_of_their_seed():
@@ -159,7 +156,14 @@ def test_questions_are_those_of_their_seed():
 def test_essays_are_whole_sentences_and_lines():
     text = "cut off. A sailor waits.  Who?\n\n  def knots():\n    return 2.5\n" + "rope " * 100
     wrapped = ("rope " * 79 + "rope", "rope " * 19 + "rope")
-    assert essay_lines(text) == ("A sailor waits.", "Who?", "  def knots():", "    return 2.5", *wrapped)
+
+    assert essay_lines(text) == (
+        "A sailor waits.",
+        "Who?",
+        "  def knots():",
+        "    return 2.5",
+        *wrapped,
+    )
     assert essay_lines("") == (NOISE,)
 
 
@@ -171,7 +175,7 @@ def measure(net, data, task, lengths=(SMALL, 2 * SMALL)):
     return results[::2]
 
 
-def test_scores_are_those_of_generation(words, monkeypatch):
+def test_the_scores_of_ruler_are_those_of_generation(words, monkeypatch):
     """Found by generating token by token; the gain from float64 logits."""
     net = build_gpt("alibi", vocab_size=words.vocab_size, train_len=SMALL)
     monkeypatch.setitem(scoring.BATCH_TOKENS, "cpu", 2 * SMALL)  # 3 trials are 2 batches
@@ -185,13 +189,17 @@ def test_scores_are_those_of_generation(words, monkeypatch):
     for result, depth in zip(measure(net, words, "niah_single"), (0.0, 1.0), strict=True):
         assert (result.task, result.depth, len(result.nats)) == ("niah_single", depth, 3)
         gains = np.subtract(result.baseline_nats, result.nats)
-        for trial in range(3):
+        for trial, gain in enumerate(gains):
             ids, n = question("niah_single", words.encode, SMALL, (0, trial), depth=depth)
-            generated = generate(net, torch.tensor([ids[:-n]]), n, temperature=0)
-            assert (result.errors[trial] == 0) == ([*map(int, generated)] == ids[-n:])
             twin = question("niah_single", words.encode, SMALL, (0, trial), depth=depth, twin=True)
+            generated = generate(net, torch.tensor([ids[:-n]]), n, temperature=0)
+            is_right = [int(token) for token in generated] == ids[-n:]
+
+            assert (result.errors[trial] == 0) == is_right
+
             expected = log_probability(ids, n) - log_probability(*twin)
-            assert gains[trial] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+            assert gain == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -208,8 +216,11 @@ def test_a_network_that_does_not_read_gains_nothing(task, words):
 def test_what_cannot_be_asked_is_found_before_any_work():
     data = TextFiles(files="none")
     data.validation = validation_of(torch.full((1, 1000), ord("a")))
+
     with pytest.raises(ValueError, match=r"a text of 400 tokens has no room for vt, which takes (\d+)") as error:
         Ruler(tasks=["vt"]).plan(data, SimpleNamespace(lengths=[400, 2000]))
+
     least = int(re.findall(r"takes (\d+)", str(error.value))[0])
+
     assert len(question("vt", data.encode, least, (0, 0))[0]) == least + 1
     assert Ruler().plan(Recall(), SimpleNamespace(lengths=[2000])) is None
