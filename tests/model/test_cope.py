@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
-from conftest import attend, build_pe, context, normal
+from conftest import attend, build_pe, context, normal, variables
 from definitions import PAST, D, T, assert_is_defined_by, dot, frequencies, inputs, turned
+
+from model.position.cope import cope_attention
 
 
 def cope(pe, q, k, v, x):
@@ -134,3 +136,23 @@ def test_the_clamped_share_is_that_of_all_pairs_in_evaluations(name, gates):
     read(2.0)
     expected = (share(0.0) + share(2.0)) / 2
     assert pe.metrics()["clamped_share"].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_gate_gets_a_gradient_at_a_whole_position():
+    """Keys of zero make every gate 1/2 and every second position an integer. The table is flat but from 1 to 2, so
+    that in row 2 only key 0 at 3/2 and key 1 at 1 feel their position: with ceil, key 1 would not."""
+    q, v = variables((1, 1, 3, 4), (1, 1, 3, 4))
+    k = torch.zeros_like(q, requires_grad=True)
+    table = torch.zeros(4, 5, dtype=torch.float64)
+    table[:, 2:] = 1.0
+    visible = torch.ones(3, 3, dtype=torch.bool).tril()
+
+    def loss(k):
+        out = cope_attention(q, k, v, table, scale=1.0, visible=visible)
+        return (out[0, 0, 2] ** 3).sum()
+
+    (grad,) = torch.autograd.grad(loss(k), k)
+    towards = q[:, :, 2:].detach().expand_as(k)  # raises every gate of row 2: the slope to the right of the integer
+    slope = (loss(k + 1e-6 * towards) - loss(k)) / 1e-6
+
+    torch.testing.assert_close((grad * towards).sum(), slope, rtol=1e-4, atol=0)
