@@ -82,7 +82,7 @@ def test_a_figure_shows_the_table_and_its_words_have_room(table, size):
     words = [text.get_text() for text in ax.texts]
     (last,) = table.gain[(table.line == "rope") & table.seed.isna() & (table.length == 2048)]
     assert f"rope ↓ {last:+.2f}" in words
-    assert "2 others" in words
+    assert "2 more" in words
 
     # No word lies upon another, or outside of the figure.
     ax.figure.draw_without_rendering()
