@@ -307,7 +307,6 @@ def _draw(
     ends = points[points.seed.isna()].drop_duplicates("line", keep="last").set_index("line")
     order = sorted(ends.index, key=lambda line: (looks[line]["zorder"], ends.y[line], line))
     coloured = [line for line in order if looks[line]["zorder"] == COLOURED]
-    names: list[Name] = []
     for line in order:
         of_line = points[points.line == line]
         means = of_line[of_line.seed.isna()]
@@ -323,7 +322,8 @@ def _draw(
             dots = of_line[of_line.seed.notna()]
             if len(dots) > len(means):
                 ax.plot(dots.x, dots.y, ".", markersize=2.5, alpha=0.45, **behind)
-            names.append(_name(line, means.x.iloc[-1], means.y.iloc[-1], limits, number, look["color"]))
+    named = [line for line in ends.sort_values("y", kind="stable").index if looks[line]["zorder"] > GREY]
+    names = [_name(line, ends.x[line], ends.y[line], limits, number, looks[line]["color"]) for line in named]
     if len(order) > len(names):
         names.append((f"{len(order) - len(names)} more", None, points.x.max(), palette_of(ax).grey))
     if is_log:
