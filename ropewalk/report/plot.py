@@ -73,7 +73,7 @@ GREY, BEST, COLOURED, REFERENCE = 2, 3, 4, 5  # how far above the others lines a
 OVER = {"itself": "gain", "reference": "lead"}  # columns
 VALIDATION = ("val/bits_per_byte", "val/error", "val/loss")  # the first that was recorded is drawn
 POINT = ["line", "seed", "x", "y", "low", "high"]  # columns of what is drawn; the interval may be NaN
-LONGEST = 21  # characters of a name at the end of a line
+LONGEST = 24  # characters of a name at the end of a line
 Name = tuple[str, float | None, float, str]  # y and x of the end of a line, and its colour
 # What a figure on a page does without. Words have the font of their page, which is narrower than matplotlib's, so that
 # none leaves its place.

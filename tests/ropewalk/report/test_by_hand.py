@@ -1,6 +1,4 @@
-"""Gains, leads and differences of simulated runs, computed again from evals/*.json without the report's classes."""
-
-import json
+"""Gains, leads and differences of simulated runs, computed again from their texts without the report's classes."""
 
 import numpy as np
 import pandas as pd
@@ -19,7 +17,11 @@ SEEDS = {
 
 
 def simulated(folder, falls):
-    """Runs of several seeds; texts of unequal sizes, several of a document; nats of the best possible fall so much."""
+    """Write runs of several seeds, with texts of unequal sizes, several of a document.
+
+    Returns the sums [documents] of their nats, optimum_nats and bytes, by line, length and seed. The nats of the best
+    possible fall by so much a byte each time that the text doubles.
+    """
     rng = np.random.default_rng(0)
     of_texts = {
         "bytes": rng.integers(40, 90, TEXTS).tolist(),
@@ -28,31 +30,23 @@ def simulated(folder, falls):
     for pe, seeds in SEEDS.items():
         for seed in seeds:
             write_run(folder, pe, seed, variants=("yarn",) if pe == "rope" else (), noise=0.03)
+    sums = {}
     for path in folder.glob("*/evals/*.json"):
         with edited(path) as values:
+            line = values["run"].split("-")[0]
+            if values["variant"]["zero_shot"]:
+                line += f" read as {values['variant']['label']}"
             for part in values["measured"]:
                 best = 1 - falls * np.log2(part["length"])
                 part |= of_texts | {"optimum_nats": [size * best for size in of_texts["bytes"]]}
-
-
-def read(folder):
-    """Sums [documents] of nats, optimum_nats and bytes by line, length and seed."""
-    sums = {}
-    for path in folder.glob("*/evals/*.json"):
-        values = json.loads(path.read_text())
-        line = values["run"].split("-")[0]
-        if values["variant"]["zero_shot"]:
-            line += f" read as {values['variant']['label']}"
-        for part in values["measured"]:
-            texts = pd.DataFrame({name: part[name] for name in ("documents", "bytes", "nats", "optimum_nats")})
-            sums[line, part["length"], values["seed"]] = texts.groupby("documents").sum()
+                texts = pd.DataFrame({name: part[name] for name in ("documents", "bytes", "nats", "optimum_nats")})
+                sums[line, part["length"], values["seed"]] = texts.groupby("documents").sum()
     return sums
 
 
 @pytest.mark.parametrize("falls", [0.0, 0.06])
-def test_estimates_from_the_files_alone(tmp_path, falls):
-    simulated(tmp_path, falls)
-    sums = read(tmp_path)
+def test_estimates_from_the_texts_alone(tmp_path, falls):
+    sums = simulated(tmp_path, falls)
     table = over_seeds(results(frame.load(tmp_path)))
     table = table[table.line != BEST_POSSIBLE]
     assert len(table) == len(LENGTHS) * 4
