@@ -50,7 +50,8 @@ def main(wanted: Options) -> None:
     problems |= exactness(options, [name for name in names if name not in KINDS], stop)
     rows = [{"encoding": name, "problem": said or "none"} for name, said in problems.items()]
     print(*markdown(rows), sep="\n", flush=True)
-    for mode, batch in (("training", 1), ("attention", options.batch), ("attention", 1)):
+    # Training comes last: a compiler takes half a minute for each encoding.
+    for mode, batch in (("attention", options.batch), ("attention", 1), ("training", options.trainer["batch_size"])):
         table = speeds(options, mode, batch, stop)
         print(f"\n## {mode}, batch {batch}\n\n{table}", flush=True)
         if "| " not in table:
@@ -66,7 +67,7 @@ def exactness(options: Options, names: list[str], stop: float) -> dict[str, str]
     # Made before the threads: Hydra composes one configuration at a time.
     cases = [(name, head_dim, encodings_of(name, head_dim)) for name, head_dim in product(names, HEAD_DIMS)]
     # Several at a time, since compilers take most of it.
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(partial(problem, options.device, stop), [encodings for _, _, encodings in cases])
         return {f"{name}, {head_dim} channels": said for (name, head_dim, _), said in zip(cases, found, strict=True)}
 
@@ -86,6 +87,7 @@ def speeds(options: Options, mode: str, batch: int, stop: float) -> str:
     """A table of `scripts/bench.py`, or how it failed; rows that it had until its time was over."""
     chosen = options.model_dump(include={"device", "train_len", "steps", "rounds", "dtype", "lengths", "kernels"})
     chosen |= {"mode": mode, "batch": batch, "encodings": options.encodings or KINDS}
+    chosen |= {f"model.{key}": value for key, value in options.model.items()}
     program = str(Path(__file__).with_name("bench.py"))
     command = [sys.executable, program, *(f"{key}={json.dumps(value)}" for key, value in chosen.items())]
     seconds = stop - monotonic()

@@ -1,4 +1,4 @@
-"""scripts/demo.py, shrunk: three readings of one training, each at three lengths, and what each writes."""
+"""scripts/demo.py, shrunk: three readings of one training, each at three lengths."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from ropewalk.evaluation.results import load_all
 from scripts import demo
 
 
-def test_each_reading_is_measured_and_writes(script, train):
+def test_the_table_has_the_bits_that_each_reading_measured(script, train):
     said = script(demo, *train.complete("data.tokenizer=bytes", "eval.lengths=[1,2,4]"))
     assert said.code == 0, said.err
 
@@ -21,13 +21,6 @@ def test_each_reading_is_measured_and_writes(script, train):
         expected[e.variant.pe["name"]] = [f"{value:.2f}" for value in bits]
     table = dict(re.findall(r"^(rope|yarn|rerope) +([\d. ]+)$", said.out, re.MULTILINE))
     assert {name: numbers.split() for name, numbers in table.items()} == expected
-
-    written, _, _ = said.out.rpartition("\nAt 64 tokens the model loses ")
-    _, *texts = re.split(r"^as \w+:\n", written, flags=re.MULTILINE)
-    assert len(texts) == 3
-    for text in texts:
-        # Of the 200 bytes that it draws, some are no character, or make one together.
-        assert demo.CHARACTERS / 2 < len(text.rstrip("\n")) <= demo.CHARACTERS
 
 
 @pytest.mark.parametrize(
