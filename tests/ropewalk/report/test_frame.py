@@ -34,7 +34,7 @@ def test_other_settings_are_other_lines(tmp_path):
     synthetic.evaluate(longer, yaml.safe_load((longer / "config.yaml").read_text()), step=200)
     for folder in ("a", "b"):  # several differences are named by the run, whose name two may have
         several = {"optim.lr": ord(folder), "trainer.max_steps": 900}
-        write_run(tmp_path / folder, "yarn", name="tuned", pe_more={"ramp": "paper"}, config=several)
+        write_run(tmp_path / folder, "yarn", name="tuned", config=several)
     write_run(tmp_path, "yarn", 1)
     write_run(tmp_path, "alibi", 0, settings={"texts": "others"})
     table = over_seeds(results(frame.load(tmp_path)))
@@ -53,6 +53,8 @@ def test_other_settings_are_other_lines(tmp_path):
         },
     ]
     assert set(table.seeds[table.line == "rope (max_steps 600)"]) == {2}
+    is_itself = table.base == table.line
+    assert is_itself.equals(~table.zero_shot.astype(bool))  # what a line is compared with
     # Whoever reads the answer is told of the line that is not in it.
     assert answer(table)[-1].endswith("so not compared: alibi.")
 
@@ -85,12 +87,13 @@ def test_seeds_may_start_from_weights_of_their_own(tmp_path, parents, lines):
 def test_sections_share_data_and_texts_or_training_lengths(tmp_path):
     write_run(tmp_path, "rope", 1, identity="b")
     write_run(tmp_path, "rope", name="short")
+    write_run(tmp_path, "alibi", name="unmeasured", config={"train_len": 512}, finished=False)
     long = write_run(tmp_path, "rope", name="long", config={"train_len": 512})
     with edited(results_file(long)) as values:
         values["train_len"] = 512
     write_run(tmp_path, "rope", name="other", config={"train_len": 1024}, finished=False)
     of_runs = frame.load(tmp_path).runs.groupby("section").name.apply(sorted)
-    assert sorted(of_runs) == [["long", "short"], ["other"], ["rope-code-s1"]]
+    assert sorted(of_runs) == [["long", "short", "unmeasured"], ["other"], ["rope-code-s1"]]
 
 
 def test_a_task_is_told_by_the_seeds_that_learned_it(tmp_path):
