@@ -120,8 +120,10 @@ def possible(first: pd.Series, longest: pd.DataFrame) -> str:
     best = longest[(longest.line == BEST_POSSIBLE) & (longest.verdict == "better")]
     if best.empty or first.verdict != "better" or pd.isna(first.share):
         return ""
-    share = percent(first.share, first.share_low, first.share_high)
-    return f"The best possible predictor gains {best.gain.iloc[0]:.3f}: {first.line} has {share} % of that."
+    return (
+        f"The best possible predictor gains {best.gain.iloc[0]:.3f}: {first.line} has"
+        f" {percent(first.share, first.share_low, first.share_high)} % of that."
+    )
 
 
 def how_sure(last: pd.DataFrame) -> str:
@@ -157,9 +159,9 @@ def of_task(table: pd.DataFrame) -> list[str]:
     first = rows[rows.part == worst].sort_values("rank").iloc[0]
     where = f"At {first.length:,} tokens{times(first)}, in {worst}, the difficulty that is worst there"
     fewest = "has the fewest errors" if rows.line.nunique() > 1 else "has errors"
-    seeds = f"{first.learned} of {first.seeds} seeds learned the task"
     return [
-        f"{where}, {first.line} {fewest}: {first.value:.1f} %; {seeds}.",
+        f"{where}, {first.line} {fewest}: {first.value:.1f} %;"
+        f" {first.learned} of {first.seeds} seeds learned the task.",
         f"A seed has learned it with at most {LEARNED:g} % errors at the training length; only the median of those that"
         " did is told, or of all if none did, without an interval.",
     ]

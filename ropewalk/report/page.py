@@ -106,7 +106,7 @@ def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
     for length in sorted(text.length[text.length > text.cut].unique(), reverse=True):
         columns[f"gain at {length:,}"] = _cells(text[text.length == length], "gain", "+")
     if not lines.lead.equals(lines.gain):  # of one run the reference is the run
-        columns["over the reference on the cut text"] = _cells(last, "lead", "+")
+        columns[f"over {' or '.join(sorted(set(lines.reference)))} on the cut text"] = _cells(last, "lead", "+")
     columns[f"loss at {longest:,}"] = _cells(last, "value")
     shares = zip(last.share, last.share_low, last.share_high, strict=True)
     columns["% of the possible"] = pd.Series([percent(*share) for share in shares], last.index)
@@ -119,16 +119,20 @@ def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
 def numbers(rows: pd.DataFrame) -> list[Grid]:
     """Return the tables of a measure: its values, and differences to the reference and the best possible."""
     first = rows.iloc[0]
-    # A text is a hash, which means nothing to a reader.
+    # A text is a hash, which means nothing to a reader. Short settings lead: they tell two tables of a measure apart.
     chosen = {key.replace("_", " "): value for key, value in json.loads(first["eval"]).items() if key != "texts"}
-    settings = ", ".join(f"{key} {str(value).strip('[]')}" for key, value in chosen.items())
-    kinds = {"value": f"{first.measure.replace('_', ' ').capitalize()}: {first.quantity}, {first.unit}"}
+    ordered = sorted(chosen.items(), key=lambda setting: isinstance(setting[1], list))
+    settings = ", ".join(f"{key} {str(value).strip('[]')}" for key, value in ordered)
+    name = f"{first.measure.replace('_', ' ').capitalize()} ({settings})"
+    kinds = {"value": f"{name}: {first.quantity}, {first.unit}"}
     if first.quantity == "error":
-        kinds["value"] += f"; medians over the seeds that learned it, with at most {LEARNED:g} % errors in training"
-    if first.measure == "lengths":
+        kinds["value"] = (
+            f"{name}: {first.unit}; medians over the seeds that learned it, with at most {LEARNED:g} % in training"
+        )
+    elif first.measure == "lengths":
         references = " or ".join(sorted(set(rows.reference) - {""}))
-        kinds["difference"] = f"Minus {references}, paired by seed and text, in {first.unit}"
-        kinds["above"] = f"Above the best possible predictor, paired by text, in {first.unit}"
+        kinds["difference"] = f"{name}: minus {references}, paired by seed and text, in {first.unit}"
+        kinds["above"] = f"{name}: above the best possible predictor, paired by text, in {first.unit}"
     several = first.part == "text" or rows.length.nunique() > 1
     result = []
     for column, title in kinds.items():
@@ -139,7 +143,7 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
         if first.quantity == "error":
             of_seeds = rows.drop_duplicates("line").set_index("line")
             columns["seeds that learned it"] = of_seeds.learned.astype(str) + " of " + of_seeds.seeds.astype(str)
-        result.append(_grid(f"{title}; {settings}", rows, columns))
+        result.append(_grid(title, rows, columns))
     return [grid for grid in result if grid.cells.size]
 
 
@@ -179,8 +183,8 @@ def markdown(runs: Runs, reference: str = "rope") -> str:
         of_title = table[table.section == title]
         lines += [f"## {escaped(title)}", "", *[f"- {escaped(sentence)}" for sentence in answer(of_title)], ""]
         for grid in grids(of_title):
-            cells = list(grid.cells.itertuples(name=None))
-            lines += [f"{escaped(grid.title)}.", "", *markdown_table(["", *grid.cells], cells), ""]
+            lines += [f"{escaped(grid.title)}.", ""]
+            lines += [*markdown_table(["", *grid.cells], list(grid.cells.itertuples(name=None))), ""]
     return "\n".join(lines)
 
 

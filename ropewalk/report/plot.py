@@ -72,9 +72,8 @@ FLOOR = 0.01  # bits: an axis spans at least so much
 GREY, BEST, COLOURED, REFERENCE = 2, 3, 4, 5  # how far above the others lines are drawn
 OVER = {"itself": "gain", "reference": "lead"}  # columns
 VALIDATION = ("val/bits_per_byte", "val/error", "val/loss")  # the first that was recorded is drawn
-BARS = "bars: 95 % intervals"
 POINT = ["line", "seed", "x", "y", "low", "high"]  # columns of what is drawn; the interval may be NaN
-LONGEST = 21  # characters of a name at the end of a line
+LONGEST = 24  # characters of a name at the end of a line
 Name = tuple[str, float | None, float, str]  # y and x of the end of a line, and its colour
 # What a figure on a page does without. Words have the font of their page, which is narrower than matplotlib's, so that
 # none leaves its place.
@@ -128,13 +127,14 @@ def gain(
     ax.axhline(0, color=palette_of(ax).muted, linewidth=1.2, zorder=1)
 
     # On the axis gains can be told apart: neither a failure nor the best possible may squeeze them, nor an interval.
-    # The best line of the longest text is on it in any case.
+    # The best line of the longest text is on it in any case, with its intervals.
     points = rows[["line", "seed", "length", column, f"{column}_low", f"{column}_high"]].set_axis(POINT, axis=1)
     gains = points[points.seed.isna() & (points.line != BEST_POSSIBLE)]
     most = max(FLOOR, gains.y.max())
-    highest = max(most, min(2 * most, gains.high.max()))
-    best = gains.y[gains.x == gains.x.max()].max()
-    lowest = max(min(-FLOOR, gains.low.min()), -max(1.2 * highest, 6 * FLOOR, -1.2 * best))
+    last = gains[gains.x == gains.x.max()]
+    best = gains[gains.line.isin(last.line[last.y == last.y.max()])]
+    highest = max(most, min(2 * most, gains.high.max()), best.high.max())
+    lowest = max(min(-FLOOR, gains.low.min()), min(-1.2 * highest, -6 * FLOOR, best.low.min()))
     possible = points.y[points.line == BEST_POSSIBLE].max()
     if possible <= 1.6 * most:
         highest = max(highest, possible)
@@ -171,11 +171,12 @@ def curves(
     if lines is None:
         lines = [line for line in rows.line.unique() if line != reference]
     looks = {line: look | {"marker": ""} for line, look in _looks(rows, lines, ax).items()}
-    # The first validations are far above all that matters.
+    # The first validations are far above all that matters, and so is what diverged; one line is on the axis to its end.
     best = rows.y.min()
-    late = rows.groupby("line").y.apply(lambda losses: losses.iloc[len(losses) // 4]).max()
-    pad = 0.05 * (late - best) + FLOOR
-    _draw(ax, rows[POINT], looks, (best - pad, late + pad), "{:.2f}", is_log=False, xlabel=f"{x} of training")
+    late = [losses.iloc[len(losses) // 4 :] for _, losses in rows.groupby("line").y]
+    highest = max(max(losses.iloc[0] for losses in late), min(losses.max() for losses in late))
+    pad = 0.05 * (highest - best) + FLOOR
+    _draw(ax, rows[POINT], looks, (best - pad, highest + pad), "{:.2f}", is_log=False, xlabel=f"{x} of training")
     return ax
 
 
@@ -212,8 +213,9 @@ def svg(draw: Callable[[Axes], object], size: tuple[float, float] = WIDE) -> str
     replacements = {colour: f"var(--{name})" for name, colour in LIGHT.variables().items()}
     for pattern, replacement in (SHORTER | replacements).items():
         text = re.sub(pattern, replacement, text, flags=re.DOTALL)
-    title = escape(" ".join(ax.get_title(loc="left").split()))
-    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', f'role="img" aria-label="{title}"', text, count=1)
+    label = f'role="img" aria-label="{escape(" ".join(ax.get_title(loc="left").split()))}"'
+    # By a function, as a name may have a backslash.
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', lambda _: label, text, count=1)
 
 
 def on_its_own(picture: str) -> str:
@@ -283,9 +285,9 @@ def _looks(rows: pd.DataFrame, named: Sequence[str] | None, ax: Axes) -> dict[st
     for line in rows.line[rows.zero_shot.astype(bool)].unique():
         looks[line]["linestyle"] = (0, (4, 1.8))
     if BEST_POSSIBLE in looks:
-        dotted = (0, (1, 1.5))
-        looks[BEST_POSSIBLE] |= {"color": palette.muted, "linewidth": 1.6, "marker": "", "linestyle": dotted}
-        looks[BEST_POSSIBLE]["zorder"] = BEST
+        looks[BEST_POSSIBLE] |= {
+            "color": palette.muted, "linewidth": 1.6, "linestyle": (0, (1, 1.5)), "marker": "", "zorder": BEST,
+        }  # fmt: skip
     return looks
 
 
@@ -305,7 +307,6 @@ def _draw(
     ends = points[points.seed.isna()].drop_duplicates("line", keep="last").set_index("line")
     order = sorted(ends.index, key=lambda line: (looks[line]["zorder"], ends.y[line], line))
     coloured = [line for line in order if looks[line]["zorder"] == COLOURED]
-    names: list[Name] = []
     for line in order:
         of_line = points[points.line == line]
         means = of_line[of_line.seed.isna()]
@@ -321,9 +322,10 @@ def _draw(
             dots = of_line[of_line.seed.notna()]
             if len(dots) > len(means):
                 ax.plot(dots.x, dots.y, ".", markersize=2.5, alpha=0.45, **behind)
-            names.append(_name(line, means.x.iloc[-1], means.y.iloc[-1], limits, number, look["color"]))
+    named = [line for line in ends.sort_values("y", kind="stable").index if looks[line]["zorder"] > GREY]
+    names = [_name(line, ends.x[line], ends.y[line], limits, number, looks[line]["color"]) for line in named]
     if len(order) > len(names):
-        names.append((f"{len(order) - len(names)} others", None, points.x.max(), palette_of(ax).grey))
+        names.append((f"{len(order) - len(names)} more", None, points.x.max(), palette_of(ax).grey))
     if is_log:
         _set_lengths(ax, sorted(points.x.unique()))
     else:
@@ -371,8 +373,9 @@ def name_ends(ax: Axes, names: Sequence[Name]) -> None:
     for (name, y, x, color), place in zip(names, places, strict=True):
         look: dict[str, Any] = {"va": "center", "color": color, "fontsize": SIZE, "parse_math": False}
         if y is not None:
-            line = {"arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5)}
-            look["arrowprops"] = line
+            look["arrowprops"] = {
+                "arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5),
+            }  # fmt: skip
         ax.annotate(name, (x, y or 0), xytext=(1.05, place), textcoords="axes fraction", annotation_clip=False, **look)
 
 
@@ -394,7 +397,7 @@ def titled(ax: Axes, title: str, note: str) -> None:
     share = min(1.0, ax.get_position().width / 0.775)
     characters = share * figure_of(ax).get_figwidth() * 72 / SIZE / 0.62
     lines = textwrap.wrap(note, int(characters * 1.2))
-    words = "\n".join(textwrap.wrap(title, int(characters * 0.8)))
+    words = "\n".join(textwrap.wrap(printable(title), int(characters * 0.8)))
     look: dict[str, Any] = {"loc": "left", "fontsize": SIZE + 1, "fontweight": "bold", "color": palette.ink}
     ax.set_title(words, pad=10 + 1.2 * SIZE * len(lines), **look)
     ax.annotate(

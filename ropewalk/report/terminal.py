@@ -37,7 +37,9 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
         asked = {(e.kind, json.dumps(e.eval, sort_keys=True)) for e in only}
         # Not table[...]: of an empty table an empty list would choose no columns.
         table = table.loc[[measured in asked for measured in zip(table.measure, table["eval"], strict=True)]]
-        shown = grids(table)
+        # That by position has a row for each of many positions, and the answer is not made of it.
+        others = table[table.measure != "by_position"]
+        shown = grids(table if others.empty else others)
     console = Console(highlight=False, markup=False, emoji=False)
     console.width = min(console.width if sys.stdout.isatty() else WIDTH, WIDTH)
     for grid in shown:

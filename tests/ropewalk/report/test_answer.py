@@ -15,39 +15,57 @@ SAID = {
     "better": "it gains",
     "level": "it is level with",
     "worse": "it is worse than",
-    "undecided": "is undecided",
+    "undecided": "whether it is better than",
+}
+COUNTED = {
+    "better": r"(\d+) gains?\b",
+    "level": r"(\d+) (?:is|are) level\b",
+    "worse": r"(\d+) (?:is|are) worse\b",
+    "undecided": r"(\d+) (?:is|are) undecided\b",
 }
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """Long tables: of one line, of two, and of many that gain, stay level and fail."""
-    tables = []
-    for lines in (["fox"], ["alibi", "rope"], ["rope", "fox", "cope", "alibi", "nope"]):
+def tables(tmp_path_factory):
+    """Of one line, of two, and of many that gain, stay level and fail; of one seed, and of two."""
+    measured = []
+    for lines in (
+        ["fox"],
+        ["alibi", "rope"],
+        ["rope", "fox", "cope", "alibi", "nope"],
+    ):
         folder = tmp_path_factory.mktemp("runs")
-        for seed, pe in enumerate(lines * 2):
-            write_run(folder, pe, seed // len(lines), noise=0.01, variants=("yarn", "rerope") if pe == "rope" else ())
-        tables.append(results(load(folder)))
-    return tables
+        for seed in range(len(measured) + 1):
+            for pe in lines:
+                variants = ("yarn", "rerope") if pe == "rope" else ()
+                write_run(folder, pe, seed, noise=0.01, variants=variants)
+        measured.append(results(load(folder)))
+    return measured
 
 
 def scrambled(table, rng):
     """The table with numbers that have nothing to do with each other, as no measurement would have."""
-    numbers = {"tied": rng.random(len(table)) < 0.5}
+    n = len(table)
+    numbers = {"tied": rng.random(n) < 0.5}
     for name in ("gain", "lead", "share"):
-        value = rng.normal(0, 0.05, len(table))
-        half = np.abs(rng.normal(0, 0.05, len(table)))
-        numbers |= {name: value, f"{name}_low": value - half, f"{name}_high": value + half}
-    words = [verdict(low, high, 0.02) for low, high in zip(numbers["gain_low"], numbers["gain_high"], strict=True)]
-    table = table.assign(**numbers, verdict=words)
-    table.loc[rng.random(len(table)) < 0.1, ["value", "low", "high"]] = math.nan  # diverged
+        value = rng.normal(0, 0.05, n)
+        half = np.abs(rng.normal(0, 0.05, n))
+        numbers |= {
+            name: value,
+            f"{name}_low": value - half,
+            f"{name}_high": value + half,
+        }
+    ends = zip(numbers["gain_low"], numbers["gain_high"], strict=True)
+    numbers["verdict"] = [verdict(low, high, 0.02) for low, high in ends]
+    table = table.assign(**numbers)
+    table.loc[rng.random(n) < 0.1, ["value", "low", "high"]] = math.nan
     return table
 
 
 @pytest.mark.parametrize("number", range(60))
-def test_no_answer_contradicts_itself_or_the_table(measured, number):
+def test_no_answer_contradicts_itself_or_the_table(tables, number):
     rng = np.random.default_rng(number)
-    table = measured[number % 3]
+    table = tables[number % 3]
     if number >= 3:
         table = scrambled(table, rng)
     sentences = answer(table)
@@ -56,36 +74,57 @@ def test_no_answer_contradicts_itself_or_the_table(measured, number):
     assert not re.search(r"\b(nan|inf)\b|-0\.000(?! ±)", text)
     assert sentences == answer(table.sample(frac=1, random_state=number)), "the order of rows decides"
 
-    rows = over_seeds(table)
-    finite = rows[rows.value.notna() & (rows.line != BEST_POSSIBLE)]
-    finite = finite[finite.length == finite.length.max()].sort_values("rank")
-    if finite.empty or finite.length.iloc[0] < max(LENGTHS):
+    lines = over_seeds(table)
+    lines = lines[lines.line != BEST_POSSIBLE]
+    last = lines[lines.value.notna() & (lines.length == max(LENGTHS))].sort_values("rank")
+    if last.empty:
         return
     # The first sentence has one of the words, that of the table.
-    first = finite.iloc[0]
-    assert [word for word, words in SAID.items() if words in sentences[0]] == [first.verdict]
-    rivals = finite[finite.tied.eq(True) & (finite.line != first.line)]
-    assert ("is best" in text) == (len(finite) > 1 and rivals.empty) == (len(finite) > 1 and "told apart" not in text)
+    first = last.iloc[0]
+    said = [word for word, words in SAID.items() if words in sentences[0]]
+    assert said == [first.verdict]
+    rivals = last[last.tied.eq(True) & (last.line != first.line)]
+    assert ("told apart" in text) == (len(rivals) > 0)
+    assert ("is best" in text) == (len(last) > 1 and rivals.empty)
+    worse_there = first.line != first.reference and first.lead_high < 0
+    assert (f"{first.reference} is still better" in text) == (worse_there and first.verdict != "worse")
 
-    # Nothing gains whose interval has 0, every line has one word, and none is left out without a word.
-    assert ("it gains" in text) <= (first.gain_low > 0)
-    if len(finite) > 1:
-        found = re.findall(r"(\d+) (?:is |are )?(gains?|level|worse|undecided)\b", sentences[1])
-        assert sum(int(n) for n, _ in found) == len(finite)
-        n_gaining = sum(int(n) for n, word in found if word.startswith("gain"))
-        assert n_gaining == (finite.verdict == "better").sum() <= (finite.gain_low > 0).sum()
-    assert ("level or better at each" in text) <= (first.verdict in ("better", "level"))
-    others = set(rows[(rows.measure == "lengths") & (rows.line != BEST_POSSIBLE)].line) - set(finite.line)
-    assert ("not compared" in text) == bool(others)
+    # Every line has one word, and none is left out without a word.
+    if len(last) > 1:
+        counts = {word: sum(map(int, re.findall(pattern, sentences[1]))) for word, pattern in COUNTED.items()}
+        assert counts == {word: (last.verdict == word).sum() for word in COUNTED}
+    assert ("not compared" in text) == (set(lines.line) > set(last.line))
+    assert ("another training may differ" in text) == (last.seeds.max() == 1)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        (["level", "better", "level"], "level or better at each of 3 lengths beyond 256 tokens."),
+        (["level", "undecided", "better"], "level or better up to 512 tokens; at 1,024 it is undecided"),
+        (["worse", "better", "level"], "Already at 512 tokens, the first length beyond 256, it is worse"),
+    ],
+)
+def test_how_far_a_line_alone_goes(tables, verdicts, expected):
+    table = over_seeds(tables[0])
+    longer = table[table.length > 256].assign(verdict=verdicts)
+    assert expected in answer(longer)[1]
 
 
 @pytest.mark.parametrize(
     ("low", "high", "word"),
     [
-        (0.03, 0.05, "better"), (0.001, 0.019, "level"), (-0.05, -0.03, "worse"), (-0.01, 0.03, "undecided"),
-        (0.0004, 0.03, "undecided"), (-0.03, -0.0004, "undecided"), (math.nan, math.nan, "undecided"),
-        (-0.019, 0.019, "level"), (0.001, 0.021, "better"), (-0.021, -0.001, "worse"),
+        (0.03, 0.05, "better"),
+        (0.001, 0.019, "level"),
+        (-0.05, -0.03, "worse"),
+        (-0.01, 0.03, "undecided"),
+        (0.0004, 0.03, "undecided"),
+        (-0.03, -0.0004, "undecided"),
+        (math.nan, math.nan, "undecided"),
+        (-0.019, 0.019, "level"),
+        (0.001, 0.021, "better"),
+        (-0.021, -0.001, "worse"),
     ],
-)  # fmt: skip
+)
 def test_each_word_has_one_rule(low, high, word):
     assert verdict(low, high, 0.02) == word

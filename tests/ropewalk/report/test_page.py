@@ -13,7 +13,7 @@ from ropewalk.report.answer import amount, answer
 from ropewalk.report.table import over_seeds, results
 
 KINDS = ("lengths", "by_position", "far_copies", "ruler", "reach")
-EVIL = "<script>alert(1)<!--script> \"'%{x} <b>|`*\x1b {{ 7 * 7 }}"
+EVIL = "<script>alert(1)<!--script> \"'%{x} <b>|`*\x1b \\1 {{ 7 * 7 }}"
 
 
 def words_of(text):
@@ -25,21 +25,32 @@ def words_of(text):
 def test_the_page_has_every_number_and_needs_nothing(tmp_path):
     for seed in (0, 1):
         write_run(tmp_path, "rope", seed, kinds=KINDS, variants=("yarn",), noise=0.002)
+        write_run(tmp_path, "fox", seed)
         write_run(tmp_path, "cope", seed, task="recall")
+    write_run(tmp_path, "nope", settings={"sequences": 5})
     write_run(tmp_path, "alibi", 3, finished=False)
     runs = frame.load(tmp_path)
     text = page.html(runs)
     assert not re.search(r"<(script|iframe|object|embed|base|img)\b|\ssrc=|href=\"(?!#|data:,)", text)
+    assert "alibi-code-s3" in text  # left out, as it is not finished
     table = results(runs)
     said = words_of(text)
     assert "python train.py" in said
-    assert "alibi-code-s3" in text  # left out, as it is not finished
     for title in page.titles(runs):
         assert set(answer(table[table.section == title])) <= said
     rows = over_seeds(table)
     for row in rows[~rows.measure.isin(page.AS_GAINS) | (rows.quantity == "gain")].itertuples():
         sign = "+" if row.quantity == "gain" else ""
-        assert amount(row.value, row.low, row.high, sign, 3 if "bit" in row.unit else 1) in said, row.measure
+        shown = amount(row.value, row.low, row.high, sign, 3 if "bit" in row.unit else 1)
+        assert shown in said, row.measure
+
+    # Of the tables none has the title of another. The first is that of the longest text, its best line first.
+    grids = page.grids(table[table.section == page.titles(runs)[0]])
+    assert len({grid.title for grid in grids}) == len(grids)
+    of_lines = rows[(rows.length == 2048) & rows.gain.notna() & (rows.line != "nope")].sort_values("rank")
+    gains = [amount(row.gain, row.gain_low, row.gain_high, "+") for row in of_lines.itertuples()]
+    assert grids[0].cells["gain at 2,048"].to_dict() == dict(zip(of_lines.line, gains, strict=True))
+    assert list(grids[0].cells.index) == list(of_lines.line)
 
 
 def test_names_are_only_text(tmp_path):
@@ -67,7 +78,8 @@ def test_the_end_of_a_run_is_one_screen_with_its_numbers(tmp_path, capsys):
     assert "[red]r: " in out
     assert f"{gain:+.3f}" in out
     assert "it is level with the text cut" in " ".join(out.split())  # by the tolerance that was given
-    terminal.show(run, cfg, [e for e in load_all(run) if e.kind == "ruler"])
+    # What was asked for is shown, but beside others no row for each of many positions.
+    terminal.show(run, cfg, [e for e in load_all(run) if e.kind in ("ruler", "by_position")])
     asked = capsys.readouterr().out
     assert "answers found in percent" in asked
     assert "loss" not in asked

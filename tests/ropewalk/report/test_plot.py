@@ -15,13 +15,32 @@ from ropewalk.report import plot
 
 SEEN_AS = {  # linear RGB as the colour-blind see it: Machado, Oliveira and Fernandes, 2009
     "normal": np.eye(3),
-    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    "protan": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deutan": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritan": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
 }
-# Oklab: Ottosson, 2020.
-CONES = [[0.412221, 0.536333, 0.051446], [0.21190350, 0.68069955, 0.10739696], [0.08830246, 0.28171884, 0.6299787]]
-OKLAB = [[0.210454, 0.793618, -0.004072], [1.97799850, -2.42859221, 0.45059371], [0.02590404, 0.78277177, -0.80867577]]
+CONES = [  # Oklab: Ottosson, 2020
+    [0.412221, 0.536333, 0.051446],
+    [0.21190350, 0.68069955, 0.10739696],
+    [0.08830246, 0.28171884, 0.6299787],
+]
+OKLAB = [
+    [0.210454, 0.793618, -0.004072],
+    [1.97799850, -2.42859221, 0.45059371],
+    [0.02590404, 0.78277177, -0.80867577],
+]
 
 
 def linear(colours):
@@ -62,70 +81,88 @@ def table(folder):
 
 def points(ax, colour):
     """The points of the curve in a colour: the longest line."""
-    lines = [line for line in ax.lines if line.get_color() == colour and len(line.get_xdata()) > 2]
-    return {x: y for x, y in zip(*lines[0].get_data(), strict=True)}
+    lines = [line for line in ax.lines if line.get_color() == colour]
+    longest = max(lines, key=lambda line: len(line.get_xdata()) * (line.get_alpha() is None))
+    return dict(zip(*longest.get_data(), strict=True))
 
 
 @pytest.mark.parametrize("size", [plot.WIDE, plot.NARROW])
 def test_a_figure_shows_the_table_and_its_words_have_room(table, size):
     ax = plot.gain(table, plot.new(size), lines=["fox", "alibi", "cope", "rope read as rerope at scale 8"])
-    for line, colour in {"rope": plot.LIGHT.ink, "fox": plot.LIGHT.lines[0], "alibi": plot.LIGHT.lines[1]}.items():
-        rows = table[(table.line == line) & table.seed.isna() & (table.length >= 256)]
+    colours = {
+        "rope": plot.LIGHT.ink,
+        "fox": plot.LIGHT.lines[0],
+        "alibi": plot.LIGHT.lines[1],
+    }
+    longer = table[table.length >= 256]
+    for line, colour in colours.items():
+        rows = longer[(longer.line == line) & longer.seed.isna()]
         assert points(ax, colour) == dict(zip(rows.length, rows.gain, strict=True))
-    dots = [
-        line.get_data() for line in ax.lines if line.get_alpha() == 0.45 and line.get_color() == plot.LIGHT.lines[0]
-    ]
-    of_runs = table[(table.line == "fox") & table.seed.notna() & (table.length >= 256)]
-    assert sorted(dots[0][1]) == sorted(of_runs.gain)
+    dots = [line.get_ydata() for line in ax.lines if line.get_alpha() and line.get_color() == colours["fox"]]
+    of_seeds = longer.gain[(longer.line == "fox") & longer.seed.notna()]
+    assert sorted(dots[0]) == sorted(of_seeds)
 
-    # What leaves the axis has its number.
+    # The best line is on the axis with its interval. What leaves the axis has its number.
+    bottom, top = ax.get_ylim()
+    ends = table[table.seed.isna() & (table.length == 2048)].set_index("line")
+    assert ends.gain.idxmax() == "fox"
+    assert bottom < ends.gain_low["fox"] < ends.gain_high["fox"] < top
     words = [text.get_text() for text in ax.texts]
-    (last,) = table.gain[(table.line == "rope") & table.seed.isna() & (table.length == 2048)]
-    assert f"rope ↓ {last:+.2f}" in words
-    assert "2 others" in words
+    assert f"rope ↓ {ends.gain['rope']:+.2f}" in words
+    assert "2 more" in words
 
     # No word lies upon another, or outside of the figure.
     ax.figure.draw_without_rendering()
     boxes = [Text.get_window_extent(text) for text in ax.texts]  # without the line to the end of the curve
-    bottom, top = ax.get_ylim()
     drawn = [label for label in ax.get_yticklabels() if bottom <= label.get_position()[1] <= top]  # not those beyond
     boxes += [label.get_window_extent() for label in [*ax.get_xticklabels(), *drawn] if label.get_text()]
-    width, height = ax.figure.bbox.size
     assert not any(box.overlaps(other) for box, other in combinations(boxes, 2))
-    assert min(box.x0 for box in boxes) >= 0
-    assert max(box.x1 - width for box in boxes) <= 0
-    assert max(box.y1 - height for box in boxes) <= 0
+    whole = ax.figure.bbox
+    assert all(whole.containsx(x) for box in boxes for x in (box.x0, box.x1))
+    assert all(whole.containsy(y) for box in boxes for y in (box.y0, box.y1))
 
 
 def test_other_figures_show_their_tables(folder, table):
+    """The lead, the mean of the curves; of one uncertain line the whole interval, and of one curve its end."""
     blue = plot.LIGHT.lines[0]
     rows = table[(table.line == "fox") & table.seed.isna()]
     ax = plot.gain(table, plot.new(), lines=["fox"], over="reference")
     assert points(ax, blue) == dict(zip(rows.length, rows.lead, strict=True))
-    ax = plot.curves(ropewalk.curves(folder), plot.new(), lines=["fox"])
+    recorded = ropewalk.curves(folder)
+    ax = plot.curves(recorded, plot.new(), lines=["fox"])
     assert points(ax, blue) == pytest.approx({4 * n: 4 / n + 1 for n in range(1, 9)})
+    alone = plot.gain(rows.assign(gain_high=rows.gain + 1), plot.new())
+    assert alone.get_ylim()[1] > rows.gain.max() + 1
+    rising = recorded[recorded.label == "fox"].assign(**{"val/bits_per_byte": recorded.step})
+    assert plot.curves(rising, plot.new()).get_ylim()[1] > 8
 
 
 def test_a_figure_is_the_same_bytes_each_time(table, tmp_path):
-    for kind, start in {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}.items():
+    starts = {
+        "svg": b"<?xml",
+        "pdf": b"%PDF",
+        "png": b"\x89PNG",
+    }
+    for kind, start in starts.items():
         files = [tmp_path / f"{name}.{kind}" for name in "ab"]
         for file in files:
             plot.save(plot.gain(table, plot.new()).figure, file)
         assert files[0].read_bytes() == files[1].read_bytes()
         assert files[0].read_bytes().startswith(start)
-    with pytest.raises(ValueError, match=r"not as \.gif"):
-        plot.save(plot.new().figure, tmp_path / "a.gif")
 
 
 def test_mistakes_name_what_there_is(table):
-    with pytest.raises(ValueError, match=r"lines=\['fax'\]: there is .*fox"):
-        ropewalk.plot.gain(table, plot.new(), lines=["fax"])
-    with pytest.raises(ValueError, match="there is 'itself' and 'reference'"):
-        ropewalk.plot.gain(table, plot.new(), over="rope")
-    with pytest.raises(ValueError, match="nothing to draw"):
-        ropewalk.plot.gain(table[table.measure == "none"])
-    with pytest.raises(ValueError, match=r"2 sections.*code, trained at 256 tokens; another"):
-        ropewalk.plot.gain(pd.concat([table, table.assign(section="another")]))
+    two_sections = pd.concat([table, table.assign(section="another")])
+    mistakes = {
+        r"lines=\['fax'\]: there is .*fox": lambda: plot.gain(table, plot.new(), lines=["fax"]),
+        "there is 'itself' and 'reference'": lambda: plot.gain(table, plot.new(), over="rope"),
+        "nothing to draw": lambda: plot.gain(table[table.measure == "none"]),
+        "2 sections.*code, trained at 256 tokens; another": lambda: plot.gain(two_sections),
+        r"not as \.gif": lambda: plot.save(plot.new().figure, "a.gif"),
+    }
+    for message, mistake in mistakes.items():
+        with pytest.raises(ValueError, match=message):
+            mistake()
 
 
 def test_a_figure_of_a_user(table):
