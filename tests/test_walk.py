@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib import import_module
 
+import pytest
 import torch
 import transformers
 from conftest import ROOT, outcome_of, write_knots
@@ -24,6 +25,7 @@ def commands(folder, *options: str) -> list[list[str]]:
     return [said.split("\n") for said in (folder / "said").read_text().removesuffix("\n\n").split("\n\n")]
 
 
+@pytest.mark.long
 def test_the_walk(tmp_path, monkeypatch, capfd):
     options = [
         "data=text", f"data.files={write_knots(tmp_path / 'corpus')}/*.txt", f"data.cache_dir={tmp_path}/prepared",
