@@ -168,17 +168,6 @@ def test_a_file_that_may_not_be_read_is_not_to_be_deleted(tmp_path, unprivileged
         read(tmp_path)
 
 
-def test_data_that_vanish_in_training(train, run, straight, monkeypatch):
-    cache = train.corpus.parent / "cache"
-    with monkeypatch.context() as patch:
-        On(STEP, 4, partial(shutil.rmtree, cache))(patch.setattr)
-        outcome = train("pe=rope")
-    assert outcome.code == 2
-    assert str(cache) in outcome.err
-    assert train("pe=rope").code == 0
-    assert differences(run, straight("pe=rope")) == []
-
-
 def test_changed_and_deleted_data_are_refused(train, stopped):
     before = snapshot(stopped)
     for path in train.corpus.iterdir():

@@ -19,17 +19,13 @@ import yaml
 from conftest import REPORT, snapshot
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from pydantic import BaseModel, TypeAdapter
 
 import ropewalk
 import train as program
 from conf.schema import Config
-from data.base import resolve as data_class
-from model.position import resolve as encoding_class
 from ropewalk.app import ending
 from ropewalk.app.cli import CONF_DIR
-from ropewalk.plugins import schema_of
 from ropewalk.report import frame, page
 from ropewalk.training.hardware import check_memory
 from ropewalk.training.stop import STOPPED, Stop
@@ -241,20 +237,15 @@ def options_in(schema, prefix=""):
         yield prefix + name, [str(value) for value in values]
 
 
-def options_of_group(group, name, find):
-    """The same of the class that conf/`group`/`name`.yaml names."""
-    config = OmegaConf.load(CONF_DIR / group / f"{name}.yaml")
-    return list(options_in(schema_of(find(config._target_)), f"{group}."))
-
-
 def choices(group, text):
-    """The names of the YAML files of a group that hold `text`."""
-    return sorted(path.stem for path in CONF_DIR.glob(f"{group}/*.yaml") if text in path.read_text())
+    """The YAML files of a group that hold `text`, with their keys."""
+    values = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(CONF_DIR.glob(f"{group}/*.yaml"))}
+    return {name: list(options) for name, options in values.items() if text in str(options.get("_target_"))}
 
 
 PLAIN = [(key, limits) for key, limits in options_in(Config) if key not in ("pe", "data")]
-ENCODINGS = choices("pe", "_target_")
-SOURCES = ["text", "text", *choices("data", "data.tasks")]
+ENCODINGS = choices("pe", "model.position")
+SOURCES = choices("data", "data.tasks") | choices("data", "data.text.TextFiles")
 
 
 class Soon(Stop):
@@ -297,14 +288,10 @@ def quick(train, tmp_path, monkeypatch):
 
 def drawn_arguments(rng, pipe):
     """A command line with one or two options of odd values, or written in odd ways."""
-    pe = rng.choice(ENCODINGS)
-    source = rng.choice(SOURCES)
-    kind = rng.choice(["plain", "plain", "pe", "data"])
-    options = PLAIN
-    if kind == "pe":
-        options = options_of_group("pe", pe, encoding_class)
-    elif kind == "data":
-        options = options_of_group("data", source, data_class)
+    pe = rng.choice([*ENCODINGS])
+    source = rng.choice(["text", "text", *SOURCES])
+    of_groups = [f"pe.{key}" for key in ENCODINGS[pe]] + [f"data.{key}" for key in SOURCES[source]]
+    options = rng.choice([PLAIN, [(key, []) for key in of_groups]])
     arguments = [f"pe={pe}"] + [f"data={source}"] * (source != "text")
     for _ in range(rng.randint(1, 2)):
         key, limits = rng.choice(options)

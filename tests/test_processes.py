@@ -1,6 +1,5 @@
 """Two processes train what one does, fail together, and go on from each other's checkpoints."""
 
-import os
 import re
 import signal
 import subprocess
@@ -242,22 +241,6 @@ def test_lightning_and_torchrun_start_them(train):
     run = train.runs / "launched"
     assert [row["step"] for row in rows_of(run)] == [1, 100, 200, 300]
     assert len((run / "csv" / "metrics.csv").read_text().splitlines()) == 6  # a heading, 4 rows, and the evaluation
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_a_run_whose_rank_was_killed(train, pair, monkeypatch):
-    """It goes on by itself, to the same bits."""
-    # Otherwise torchrun keeps its store, in which new ranks may find the addresses of those that have ended.
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    options = ["trainer.max_steps=40", "trainer.checkpoint_every=5", "trainer.log_every=1"]
-    restarting = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    process = launched(train, *options, "name=restarted", starter=restarting)
-    ranks = subprocess.run(["pgrep", "--parent", str(process.pid)], capture_output=True, text=True)
-    os.kill(int(ranks.stdout.split()[-1]), signal.SIGKILL)
-    out, err = process.communicate()
-    assert process.returncode == 0, err
-    assert out.count("device cpu") == 2  # the summary of each start
-    assert differences(train.runs / "restarted", pair("pe=rope", *options)) == []
 
 
 def test_what_torchrun_did_must_fit_and_a_rank_left_in_the_environment_is_not_believed(train, monkeypatch):

@@ -6,19 +6,15 @@ import signal
 import sys
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from conftest import rows_of
-from hydra.core.config_store import ConfigStore
-from hydra.core.plugins import Plugins
-from hydra.plugins.sweeper import Sweeper
 from process_helpers import On, power_cut
 
 import train as program
 from ropewalk.app.run_dir import read_config
 from ropewalk.app.sweep import plan
-from ropewalk.evaluation.results import load_all, objective
+from ropewalk.evaluation.results import load_all
 from ropewalk.training.distributed import die_with_parent
 from scripts import evaluate
 
@@ -152,32 +148,6 @@ def test_jobs_in_parallel(train):
     assert "step 6/6" in (train.runs / ".sweep" / "1.log").read_text()
 
 
-class Search(Sweeper):
-    """Chooses each job after the one before, as an optimiser does."""
-
-    losses: dict = {}  # noqa: RUF012
-
-    def setup(self, **context) -> None:
-        self.launcher = Plugins.instance().instantiate_launcher(**context)
-
-    def sweep(self, arguments) -> None:
-        for number, seed in enumerate((1, 2)):
-            (job,) = self.launcher.launch([[*arguments, f"seed={seed}"]], initial_job_idx=number)
-            self.losses[f"rope-text-s{seed}"] = job.return_value
-
-
-def test_a_sweeper_that_searches(train, monkeypatch):
-    """Its jobs are not known beforehand; it gets what train.py returns: bits per byte at the longest length."""
-    monkeypatch.setattr(Search, "__module__", "hydra_plugins.search")
-    monkeypatch.setitem(sys.modules, "hydra_plugins.search", SimpleNamespace(Search=Search))
-    ConfigStore.instance().store("search", {"_target_": "hydra_plugins.search.Search"}, group="hydra/sweeper")
-    Plugins.instance().register(Search)
-    outcome = train("hydra/sweeper=search", "trainer.max_steps=1", *QUICK)
-    assert outcome.code == 0, outcome.err
-    assert Search.losses == {name: objective(load_all(train.runs / name)) for name in runs_in(train.runs)}
-    assert len(Search.losses) == 2
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot tell a process of its parent's end")
 @pytest.mark.parametrize("late", [False, True])
 def test_a_job_ends_with_the_sweep_that_started_it(late):
@@ -199,6 +169,7 @@ def test_a_job_ends_with_the_sweep_that_started_it(late):
     assert os.read(reader, 1) == b""  # the last that could write to it is gone
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("experiment", "part", "seeds", "encodings"),
     [("compare", "seed=0", {0}, 8), ("compare_gpu", "pe=rope", {0, 1, 2}, 1)],

@@ -3,9 +3,6 @@
 import math
 import re
 
-import pandas as pd
-import pytest
-
 from ropewalk.evaluation.results import load_all
 from scripts import demo
 
@@ -28,18 +25,6 @@ def test_each_reading_is_measured_and_writes(script, train):
     for text in texts:
         # Of the 200 bytes that it draws, some are no character, or make one together.
         assert demo.CHARACTERS / 2 < len(text.rstrip("\n")) <= demo.CHARACTERS
-
-
-@pytest.mark.parametrize(
-    ("lost", "said"),
-    [
-        ({"rope": 0.153, "yarn": 0.09}, "0.15 bits per byte as rope, and least as yarn: 0.09.\nCutting the text to 64"),
-        ({"rope": 0.15, "yarn": -0.001}, "0.15 bits per byte as rope, and least as yarn: 0.00.\nRead so, it needs no"),
-    ],
-)
-def test_the_end_says_which_reading_loses_least_and_whether_cutting_is_better(lost, said):
-    bits = pd.DataFrame({64: 2.0, 256: 2.0 + pd.Series(lost)})
-    assert demo.verdict(bits, 64).startswith(f"At 256 tokens the model loses {said}")
 
 
 def test_weights_that_yarn_cannot_read_are_an_error_before_the_training(script, train):

@@ -88,7 +88,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("line", "message"), CASES, ids=[line[:60] for line, _ in CASES])
-def test_mistake(train, line, message):
+def test_a_mistake_on_the_command_line_is_named_and_nothing_written(train, line, message):
     outcome = train(*([line] if "\n" in line else line.split()))
     assert outcome.code == 2
     assert message in outcome.err
@@ -196,6 +196,7 @@ def without(name: str, program: str, *arguments: str) -> subprocess.CompletedPro
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", ["train", *(f"scripts/{name}" for name in START_AT_ONCE)])
 def test_a_misspelt_key_is_answered_without_importing_pytorch(program):
     """That takes seconds."""
@@ -204,6 +205,7 @@ def test_a_misspelt_key_is_answered_without_importing_pytorch(program):
     assert "keyz: there is no such key" in done.stderr
 
 
+@pytest.mark.long
 def test_outside_of_the_environment():
     done = without("hydra", "scripts/sample.py")
     assert done.returncode == 1
@@ -211,6 +213,7 @@ def test_outside_of_the_environment():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_silence_if_nobody_reads():
     command = f"'{sys.executable}' train.py --help | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)

@@ -1,7 +1,5 @@
 """Checkpoints: what comes back, and what is never loaded. Other numbers of processes: see test_processes.py."""
 
-import os
-
 import pytest
 import torch
 from conftest import build_gpt
@@ -59,12 +57,6 @@ def test_the_beginning_comes_back(tmp_path):
     assert checkpoints.resume(tmp_path, *untrained()).step == 0
 
 
-def test_the_last_ones_are_kept(tmp_path):
-    for step in range(1, 5):
-        checkpoints.save(tmp_path, *trained(step=0), Progress(step=step), keep=2)
-    assert steps_in(tmp_path) == [3, 4]
-
-
 def test_only_good_checkpoints_count(tmp_path):
     """Of steps 2, 4 and 5 the last is damaged, so the run went on after step 2. Files with other names are not ours."""
     kept = {"step=4.ckpt", "step=5.ckpt", "step=4 (copy).ckpt", "step=five.ckpt"}
@@ -96,17 +88,6 @@ def test_any_damage_is_found_or_changes_nothing(two, at, bit, cut):
     step = checkpoints.resume(folder, *loaded).step
     assert step == 1 if cut else step in (1, 2)
     assert_same_state(*saved, *loaded)
-
-
-def test_a_damaged_one_is_named_and_written_again(tmp_path, capsys):
-    saved = trained()
-    save(tmp_path, *saved, 1, 2)
-    newest = path_of(tmp_path, 2)
-    os.truncate(newest, 1000)
-    assert checkpoints.resume(tmp_path, *untrained()).step == 1
-    assert f"{newest} is damaged" in capsys.readouterr().err
-    save(tmp_path, *saved, 2)
-    assert checkpoints.resume(tmp_path, *untrained()).step == 2
 
 
 MOMENT = "norm.weight/exp_avg"
