@@ -39,6 +39,7 @@ def test_every_experiment_has_samples(experiment, text):
 
     sets = data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=2)
     assert {part.length for part in sets} == set(cfg.lengths)
+
     for part in [*sets, data.validation(cfg.train_len, cfg.trainer.val_tokens)]:
         x, y = part.batch(0, 1)
         assert x.shape == (1, part.length)
@@ -50,6 +51,7 @@ def test_data_with_an_experiment_of_their_own_name_take_it():
     """Beneath the command line, which wins, and not where another experiment is chosen."""
     own = train_values("experiment=markov")
     assert train_values("data=markov") == own
+
     chosen = train_values("data=markov", "trainer.max_steps=5", "model=llama_tiny")
     assert chosen["trainer"]["max_steps"] == 5
     assert chosen["model"] == train_values("model=llama_tiny")["model"]

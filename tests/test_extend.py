@@ -88,6 +88,7 @@ def test_a_run_measures_the_model_it_starts_from_once(straight, train, monkeypat
     """As that model reads, and by the run's encoding: what a run of 0 steps measures of the same weights."""
     yarn = f"init_from={straight('pe=rope')}", "train_len=32", "eval.lengths=[1,2]", "pe=yarn", "pe.scale=2"
     assert train(*yarn, "eval.variants=[rope]", "trainer.max_steps=0", "name=none").code == 0
+
     expected = {e.variant.pe["name"]: [m.nats for m in e.measured] for e in load_all(train.runs / "none")}
 
     with monkeypatch.context() as patch:
@@ -95,6 +96,7 @@ def test_a_run_measures_the_model_it_starts_from_once(straight, train, monkeypat
         assert train(*yarn, "name=child").code == 9
     before = load_all(train.runs / "child")
     assert {e.variant.pe["name"]: [m.nats for m in e.measured] for e in before} == expected
+
     for e in before:
         assert (e.step, e.train_len) == (0, 16)
         assert [m.length for m in e.measured] == [16, 32, 64]  # the model's own training length first
@@ -133,6 +135,7 @@ def test_it_begins_where_the_base_model_ended(straight, extend):
     child, _ = extend(base)
     assert read_config(child)["pe"]["npos_max"] == 20  # inherited with the encoding
     assert_same_weights(child, base)
+
     after_a_step = rows_of(child)[-1]["val/loss"]
     assert after_a_step == pytest.approx(rows_of(base)[-1]["val/loss"], rel=1e-6)
 
@@ -196,6 +199,7 @@ def test_a_pattern_is_extended_part_by_part(train, straight, script):
     shown = script(program, *train.complete(f"init_from={base}", *longer), "--cfg", "job")
     pe = yaml.safe_load(shown.out)["pe"]
     assert pe["local"] == read_config(base)["pe"]["local"]
+
     expected = {"base": 500.0, "scale": 2.0, "original_len": 16}
     assert part_of(pe["global"], expected) == expected
 
@@ -238,9 +242,11 @@ def small_llama(folder, vocab_size=300, more=()):
 def test_a_run_carries_the_vocabulary_trained_for_it(train, extend, tmp_path):
     """So it is read, and extended, when the corpus, and what was prepared of it, are gone."""
     assert train("data.tokenizer=train:268", "name=base").code == 0
+
     base = train.runs / "base"
     before = ropewalk.load(base).encode("knots in a rope").tolist()
     assert len(before) < 10
+
     for i, path in enumerate(sorted(train.corpus.iterdir())):
         path.rename(path.with_suffix(".md")).write_text(f"{i} walks on a rope; " * 40)
     shutil.rmtree(tmp_path / "cache")
@@ -258,6 +264,7 @@ def test_a_model_of_transformers_is_read_as_it_is(train, script, monkeypatch, tm
     settings = ["eval.sequences=2", "eval.lengths=[1,2]", "eval.variants=[ntk]", "device=cpu", f"cache_dir={tmp_path}"]
     outcome = script(evaluate, f"run={folder}", "measures=[lengths]", *settings)
     assert outcome.code == 0, outcome.err
+
     evaluations = load_all(tmp_path / "runs" / "llama-rope-16")
     assert {(e.variant.label, e.step) for e in evaluations} == {("rope", 0), ("ntk at scale 2", 0)}
 
@@ -272,10 +279,13 @@ def test_beginning_with_a_model_of_transformers(script, extend, tmp_path):
     theirs, folder = small_llama(tmp_path / "llama")
     child, said = extend(folder, "pe=yarn", "pe.scale=2", "train_len=32")
     assert "experiment=extend" in said
+
     shown = yaml.safe_load(script(program, f"init_from={folder}", "--cfg", "job").out)
     assert shown["optim"]["lr"] == 3e-4  # not the one of a training from scratch
+
     expected = {"base": 700.0, "original_len": 16}
     assert part_of(read_config(child)["pe"], expected) == expected
+
     ours = weights(child)["embedding.weight"]
     torch.testing.assert_close(ours, theirs.model.embed_tokens.weight.detach(), rtol=0, atol=1e-9)
     assert json.loads((child / "model.json").read_text())["vocab_size"] == 300  # of which 258 are used

@@ -47,6 +47,7 @@ def test_a_gradient_that_is_not_finite(train, run, monkeypatch, every):
     """The step and all later ones change nothing, also if the gradient is looked at only in the last one."""
     outcome = train(*EXPLODES, "trainer.checkpoint_every=1", "trainer.time_limit=1e-9", "name=good")
     assert "trainer.time_limit=1e-09 minutes: stopped after step 1" in outcome.out
+
     good = torch.load(path_of(train.runs / "good" / "checkpoints", 1), weights_only=True)
 
     trainings = []
@@ -150,6 +151,7 @@ def unprivileged():
 
 def test_a_run_in_a_read_only_folder_is_evaluated_in_a_copy(train, run, script, unprivileged):
     assert train("pe=rope").code == 0
+
     (train.runs / ".rope-text.lock").unlink()  # nobody has written to the run where it lies now
     train.runs.chmod(0o555)
     outcome = script(evaluate, f"run={run}")
@@ -173,6 +175,7 @@ def test_changed_and_deleted_data_are_refused(train, stopped):
     for path in train.corpus.iterdir():
         path.write_text(path.read_text() + "loose ends")
     assert "train_sha256" in train("pe=rope").err
+
     shutil.rmtree(train.corpus)
     assert "matches no file" in train("pe=rope").err
     assert snapshot(stopped) == before
@@ -207,6 +210,7 @@ CANNOT_GO_ON = {
 def test_a_run_that_cannot_be_trained_longer_keeps_its_model(train, run, unprivileged, message):
     """Not one file of it changes, so what is damaged can still be mended, and the trained model is there."""
     assert train("pe=rope").code == 0
+
     CANNOT_GO_ON[message](run)
     modified = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     outcome = train("pe=rope", "trainer.max_steps=9")

@@ -171,6 +171,7 @@ def test_mutations(commands, kept, train, tmp_path, rng):
     assert outcome.code in (0, 2)
     assert "Traceback" not in outcome.out + outcome.err
     assert snapshot(outside) == before
+
     is_needed = name in NEEDS[command]
     if command == "report":  # on the other run, whatever this one holds
         assert outcome.code == 0
@@ -320,6 +321,7 @@ def test_options(quick, tmp_path, monkeypatch, rng):
     assert "\x1b" not in outcome.out + outcome.err
     assert (outcome.code == 2) == ("error: " in outcome.err)
     assert {path.name for path in tmp_path.iterdir()} <= {"runs", "cache", "corpus", "here", "pipe.tiktoken"}
+
     if not any("runs_dir" in argument or "cache_dir" in argument for argument in arguments):
         assert not list(here.iterdir())
 

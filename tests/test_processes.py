@@ -89,9 +89,11 @@ def test_two_processes_are_one(pair, straight, options):
     two = pair(*options)
     one = straight(*[option for option in options if option not in OF_SEVERAL])
     assert_same_numbers(one, two)
+
     weights = load_file(two / "model.safetensors")
     saved = torch.load(path_of(two / "checkpoints", 6), weights_only=True)["model"]
     assert weights.keys() == load_file(one / "model.safetensors").keys()
+
     for name, value in weights.items():
         assert torch.equal(saved[name], value)
 
@@ -123,8 +125,10 @@ def test_each_scored_token_weighs_the_same(train, job):
     for portions in (1, 4):
         assert train(*options, f"trainer.grad_accum_steps={portions}", f"name=one-{portions}").code == 0
     assert job([small_batches] * 2, *options, "trainer.grad_accum_steps=2", "name=two")[0] == [0, 0]
+
     (expected,) = rows_of(train.runs / "one-1")
     assert {"val/loss", "val/error"} <= expected.keys()
+
     for name in ("one-4", "two"):
         assert rows_of(train.runs / name) == [pytest.approx(expected, rel=1e-6)]
     assert_same_numbers(train.runs / "one-1", train.runs / "two")
@@ -238,6 +242,7 @@ def test_lightning_and_torchrun_start_them(train):
     out, err = last.communicate()
     assert last.returncode == 0, err
     assert out.count("continuing") == 1
+
     run = train.runs / "launched"
     assert [row["step"] for row in rows_of(run)] == [1, 100, 200, 300]
     assert len((run / "csv" / "metrics.csv").read_text().splitlines()) == 6  # a heading, 4 rows, and the evaluation

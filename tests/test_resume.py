@@ -84,8 +84,10 @@ def test_what_killed_writes_left_is_removed(train):
     """Files as large as the model, and hidden: see `atomic_write`; and a checkpoint beyond those to keep."""
     options = "pe=rope", "name=left", "eval.lengths=[1]", "eval.variants=[]"
     assert train(*options, "trainer.keep_checkpoints=3").code == 0
+
     run = train.runs / "left"
     assert steps_in(run / "checkpoints") == [2, 4, 6]
+
     left = [run / ".model.safetensors.0a0a0a0a.tmp", run / "evals" / ".lengths.json.0a0a0a0a.tmp"]
     for path in left:
         path.touch()
@@ -113,10 +115,12 @@ def test_a_difference_is_found(straight, tmp_path):
 
 def test_more_steps_go_on_from_the_end(train):
     assert train(*SMALL, "name=longer").code == 0
+
     outcome = train(*SMALL, "name=longer", "trainer.max_steps=9")
     assert outcome.code == 0, outcome.err
     assert "9 steps instead of 6" in outcome.out
     assert "after step 6" in outcome.out
+
     rows = rows_of(train.runs / "longer")
     assert [row["step"] for row in rows] == [1, 3, 6, 9]
     assert rows[-1]["lr"] == pytest.approx(0.1 * 2e-3)  # the cosine of 9 steps ends here

@@ -26,6 +26,7 @@ def test_a_trained_model(run):
     ids = model.encode("knots")
     assert model.data.decode(ids.tolist()) == "knots"
     assert torch.equal(model.logits("knots"), model.net(ids[None])[0, :, :257])
+
     text = model.generate("knots", 30, seed=1)
     assert model.generate("knots", 30, seed=1) == text
     assert model.generate("knots", 30, seed=2) != text
@@ -202,6 +203,7 @@ def test_a_checkpoint_is_looked_at(train):
     """Of a run that was stopped: the newest, or the one that is asked for."""
     options = ["pe=rope", "trainer.keep_checkpoints=9", "eval.variants=[]", "eval.lengths=[1]"]
     assert train(*options, "name=whole").code == 0
+
     whole = train.runs / "whole"
     stopped = shutil.copytree(whole, train.runs / "stopped")
     for name in ("model.json", "model.safetensors", "training.json", "checkpoints/step=6.ckpt"):

@@ -119,6 +119,7 @@ def test_a_name_of_the_users_is_completed_in_the_run_too(train):
 
 def test_runs_to_evaluate_must_be_there_before_the_first_is(script, train):
     assert train("pe=rope", "trainer.max_steps=0", *SHORT).code == 0
+
     run = train.runs / "rope-text"
     files = runs_in(run / "evals")
     outcome = script(evaluate, "-m", f"run={run},{run}-none", "measures=[by_position]")
@@ -163,6 +164,7 @@ def test_a_job_ends_with_the_sweep_that_started_it(late):
             time.sleep(600)
         time.sleep(600)
     assert os.read(reader, 1) == b"x"
+
     os.close(writer)
     os.kill(sweep, signal.SIGKILL)
     os.waitpid(sweep, 0)
@@ -180,5 +182,6 @@ def test_experiments_that_sweep(experiment, part, seeds, encodings):
     assert len({cfg.name for cfg in configs}) == len(configs)
     assert {cfg.seed for cfg in configs} == seeds
     assert len({cfg.pe["name"] for cfg in configs}) >= encodings
+
     rest = {"pe": True, "seed": True, "name": True, "eval": {"variants"}}
     assert len({str(cfg.model_dump(exclude=rest)) for cfg in configs}) == 1

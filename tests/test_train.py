@@ -25,11 +25,13 @@ def test_the_files_of_a_run(train, monkeypatch):
     monkeypatch.setattr(page, "html", REPORT)
     outcome = train("pe=yarn")
     assert outcome.code == 0, outcome.err
+
     run = train.runs / "yarn-text"
 
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["trainer"]["max_steps"] == 6
     assert config["pe"]["original_len"] == 16  # resolved
+
     (start,) = read(run, "environment.json")["starts"]
     assert start["torch"] == torch.__version__
     assert read(run, "data.json")["tokenizer"]
@@ -43,6 +45,7 @@ def test_the_files_of_a_run(train, monkeypatch):
     lengths = [8, 16, 32, 64, 128]
     measured = {e.variant.label: [m.length for m in e.measured] for e in load_all(run)}
     assert measured == {"yarn at scale 1": lengths, "yarn at scale 4": lengths}
+
     training = read(run, "training.json")
     assert training["tokens"] == 6 * 64
     assert training["validation"]["loss"] == rows[-1]["val/loss"]
@@ -61,6 +64,7 @@ def test_a_complete_run_trains_nothing(train, monkeypatch):
     assert again.code == 0
     assert "is complete" in again.out
     assert "bits per byte" in again.out
+
     (run / "report.html").unlink()  # made anew
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*.*")} == before
 
@@ -69,6 +73,7 @@ def test_of_a_complete_run_what_is_new_is_measured(train):
     train("pe=rope")
     run = train.runs / "rope-text"
     assert "(3x)" in train("pe=rope", "eval.lengths=[1,3]").out
+
     train("pe=rope", "trainer.max_steps=8")
     train("pe=rope", "trainer.max_steps=8", "eval.lengths=[1,3]")  # measured of fewer steps alone
     assert {e.step for e in load_all(run) if e.eval.get("lengths") == [16, 48]} == {6, 8}

@@ -150,6 +150,7 @@ def test_a_strangers_run_reads_no_variable_of_the_environment(stranger, train, s
 
     child = train.runs / f"base-{text}-16"
     assert yaml.safe_load((child / "config.yaml").read_text())["pe"]["name"] == text
+
     for path, content in snapshot(train.runs).items():
         assert SECRET not in str(path)
         assert SECRET.encode() not in content, path

@@ -43,8 +43,10 @@ def test_the_walk(tmp_path, monkeypatch, capfd):
     zero_shot = {"linear at scale 4", "ntk at scale 4", "yarn at scale 4"}
     assert {e.variant.label for e in load_all(rope)} == zero_shot | {"rope", "yarn at scale 8"}
     assert {e.kind for e in load_all(yarn)} == {"lengths", "ruler"}
+
     net = serialization.load(yarn)
     assert scales_of(net.encodings) == (4.0,)
+
     idx = torch.randint(net.vocab_size, (2, 192), generator=torch.Generator().manual_seed(0))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "walk-hf")
     torch.testing.assert_close(theirs(idx).logits, net(idx), rtol=1e-5, atol=1e-5)

@@ -34,8 +34,10 @@ def test_every_yaml_composes_and_builds(group, choice):
     if group in ("pe", "data"):
         assert values[group]["name"] == choice
     assert size_of(cfg, 257, cfg.train_len) > 0
+
     written = yaml.safe_load(yaml.safe_dump(cfg.model_dump()))  # as in a run directory
     assert check(written) == cfg
+
     longer = check(values | {"train_len": 2 * cfg.train_len, "pe": cfg.pe, "stages": []})
     assert longer.pe == cfg.pe
 
@@ -113,6 +115,7 @@ def test_variants_are_resolved():
     """A RoPE is never without one; the longest of eval.lengths decides a scale that is not given."""
     assert [pe["name"] for pe in resolve(train_values()).eval.variants] == ["yarn"]
     assert resolve(train_values("pe=alibi")).eval.variants == []
+
     cfg = resolve(train_values("pe.base=500", "pe.window=64", "eval.variants=[linear,{pe:ntk,scale:2}]"))
     linear, ntk = cfg.eval.variants
     assert (linear["name"], linear["base"], linear["window"], linear["scale"]) == ("linear", 500.0, 64, 8.0)

@@ -22,6 +22,7 @@ def test_each_reading_is_measured_and_writes(script, train):
     written, _, _ = said.out.rpartition("\nAt 64 tokens the model loses ")
     _, *texts = re.split(r"^as \w+:\n", written, flags=re.MULTILINE)
     assert len(texts) == 3
+
     for text in texts:
         # Of the 200 bytes that it draws, some are no character, or make one together.
         assert demo.CHARACTERS / 2 < len(text.rstrip("\n")) <= demo.CHARACTERS

@@ -48,6 +48,7 @@ def test_other_settings_stand_beside_each_other_and_the_same_replace(make_run, e
     assert labels(run) == ["rope", "yarn at scale 8", "yarn at scale 8"]
 
     assert evaluate(f"run={run}", "pe=yarn", "pe.scale=8", "pe.beta_fast=2").code == 0
+
     after = snapshot(run / "evals")
     changed = [path.name for path in after if after[path] != before[path]]
     assert sum(name.startswith("lengths-yarn") for name in changed) == 1  # its provenance says when
@@ -86,6 +87,7 @@ def test_a_run_from_elsewhere_is_measured_here_and_stays_unfinished(make_run, ev
     assert not (run / "training.json").exists()
     assert not (run / "theirs").exists()
     assert (run / "report.html").read_text() != "old"
+
     (e,) = load_all(run)
     assert "evaluate.py" in e.provenance["command"]
     assert (e.provenance["device"], e.provenance["precision"], e.step) == ("cpu", "32-true", 0)
@@ -97,6 +99,7 @@ def test_every_measure_of_several_runs(make_run, evaluate):
     few = "eval.variants=[]", "eval.lengths=[4,5]", "ruler.depths=2", "ruler.trials=2"
     said = evaluate("-m", f"run={runs[0]},{runs[1]}", *measures, *few)
     assert said.code == 0, said.err
+
     for run in runs:
         assert sorted(e.kind for e in load_all(run)) == ["by_position", "far_copies", "lengths", "reach", "ruler"]
     assert "Ruler: gain, bits per answer" in said.out

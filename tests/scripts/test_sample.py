@@ -67,6 +67,7 @@ def test_a_terminal_gets_no_control_characters(sample, monkeypatch):
     """A model may write them, as one of bytes does, and a prompt may have them; a file gets the text as it is."""
     options = ["prompt='\x1b[31ma'", "max_new_tokens=200", "temperature=2"]
     assert sample(*options).out.startswith("\x1b[31ma")
+
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     shown = sample(*options).out
     assert shown.startswith("\\x1b[31ma")

@@ -168,6 +168,7 @@ def test_help_says_what_each_key_means(script, tmp_path):
     (tmp_path / "pe" / "mine.yaml").write_text("defaults: [rope, _self_]\nbase: 5.0 # my own base\n")
     outcome = script(program, "--config-dir", tmp_path, "pe=mine", "--help")
     assert outcome.code == 0
+
     lines = [line.split(maxsplit=1) for line in outcome.out.splitlines() if "=" in line and line.startswith("  ")]
     meanings = {setting.partition("=")[0]: "".join(meaning) for setting, *meaning in lines}
     assert meanings["pe.base"] == "my own base"

@@ -46,6 +46,7 @@ def test_overwriting_belongs_to_the_first_start_only(make, run):
     """Else a job that is requeued with overwrite=true never ends."""
     first = make("overwrite=true")
     assert not first.begun  # what is there is to be replaced
+
     first.create(DATA)
     assert make().run_id == first.run_id != run.run_id
 
@@ -147,6 +148,7 @@ def test_a_run_may_end_earlier_but_not_before_what_it_has_trained(make, run):
     (run.checkpoints / "step=100.ckpt").touch()
     with pytest.raises(ValueError, match=r"trainer\.max_steps: 700"):
         make("trainer.max_steps=99").check()
+
     shorter = make("trainer.max_steps=100")
     shorter.check()
     shorter.create(DATA)
@@ -197,8 +199,10 @@ def test_rows_that_are_damaged_or_cut_short(run):
     run.metrics.write_text('{"step": 1}\n{"a": 1}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2, is damaged"):
         list(read_metrics(run.path))
+
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert [row["step"] for row in read_metrics(run.path)] == [1, 2]
+
     run.truncate_metrics(1)
     assert [row["step"] for row in read_metrics(run.path)] == [1]
 

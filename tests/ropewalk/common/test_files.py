@@ -67,9 +67,11 @@ def test_a_device_or_pipe_is_never_replaced(tmp_path):
     os.mkfifo(pipe)
     with pytest.raises(ValueError, match="pipe is a device, a pipe or a socket"):
         write_text(pipe, "text")
+
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     write_out(pipe, b"text")
     assert os.read(reader, 100) == b"text"
+
     os.close(reader)
     assert pipe.is_fifo()
 

@@ -111,6 +111,7 @@ def test_every_variant_on_the_same_texts(measure):
 
     as_rope, as_yarn, as_rerope = evaluations
     assert as_rope.eval == as_yarn.eval == as_rerope.eval
+
     trained_as_yarn = build_gpt("yarn", pe={"scale": 4.0, "train_scale": 4.0}, init_std=0.3)
     expected = Scorer(trained_as_yarn, token_bytes=TOKEN_BYTES)(DATA.part(128, 8)).nats[:, 0]
     np.testing.assert_allclose(as_yarn.measured[-1].nats, expected, atol=1e-4)

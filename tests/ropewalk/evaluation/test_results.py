@@ -83,6 +83,7 @@ def test_files_are_read_as_written_and_links_are_not(tmp_path):
     path = written.save(tmp_path / "evals")
     (loaded,) = load_all(tmp_path)
     assert loaded.model_dump_json() == written.model_dump_json()  # NaN is not equal to itself
+
     (tmp_path / "link.json").symlink_to(path)
     with pytest.raises(ValueError, match="is a link"):
         Evaluation.load(tmp_path / "link.json")

@@ -80,6 +80,7 @@ def test_one_seed_is_the_t_interval_over_texts():
     assert of_texts == pytest.approx((mean, low, high, np.nan, 1, 30, error, 29), nan_ok=True)
     assert p_value(of_texts) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
     assert upper_bound(of_texts) == pytest.approx(stats.t.interval(0.90, 29, mean, error)[1])
+
     corrected = at_level(of_texts, 0.001)
     assert (corrected.low, corrected.high) == pytest.approx(stats.t.interval(0.999, 29, mean, error))
 
@@ -98,6 +99,7 @@ def test_numbers_of_seeds_have_the_t_interval():
     assert of_seeds[3:6] == pytest.approx((values.std(ddof=1), 4, 1))  # seeds and texts
     assert p_value(over_seeds(values - 2.0)) == pytest.approx(stats.ttest_1samp(values, 2.0).pvalue)
     assert p_value(over_seeds(np.zeros(4))) == 1.0  # the same encoding
+
     of_texts = estimate(constant(*values, noise=1e-4))
     assert (of_texts.low, of_texts.high) == pytest.approx((of_seeds.low, of_seeds.high), rel=0.02)
 

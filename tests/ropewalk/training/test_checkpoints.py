@@ -129,6 +129,7 @@ def test_names_of_an_older_version_are_read(tmp_path):
         values = state[part].items()
         older[part] = {name.replace("attn.mix.conv", "attn.qkv_conv.weight"): value for name, value in values}
     assert older["model"].keys() != state["model"].keys()
+
     torch.save(older, path_of(tmp_path, 1))
     other = untrained(conv=3)
     assert checkpoints.resume(tmp_path, *other).step == 1

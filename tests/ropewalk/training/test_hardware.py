@@ -69,7 +69,9 @@ def test_the_limit_of_a_container_or_of_the_shell_is_known(monkeypatch, tmp_path
     whole = hardware.memory_limit()
     limit.write_text("max\n")
     assert hardware.memory_limit() == whole
+
     limit.write_text(f"{2**30}\n")
     assert hardware.memory_limit() == 2**30
+
     monkeypatch.setattr(hardware.resource, "getrlimit", lambda kind: (2**29, 2**29))
     assert hardware.memory_limit() == 2**29

@@ -76,5 +76,6 @@ def test_clipping_is_pytorchs(max_norm):
     norm = clip_gradients(net, torch.tensor(3.0), max_norm)
     expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or torch.inf)
     assert norm == pytest.approx(expected.item(), rel=1e-6)
+
     for p, q in zip(net.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)

@@ -31,6 +31,7 @@ def test_they_are_drawn_as_the_papers_say():
     chunks = drawn("pose", 5, 8)
     first_and_skip = [(first, skip) for first in (1, 2, 3) for skip in range(4)]
     assert set(chunks) == {(*range(first), *range(first + skip, 5 + skip)) for first, skip in first_and_skip}
+
     del chunks[0, 1, 2, 3, 4]  # no skip, three times as often
     assert chisquare(list(chunks.values())).pvalue > 1 / 3000
 
@@ -44,6 +45,7 @@ def test_every_second_window_is_short_whatever_was_drawn_before():
     assert windows(0) == first
     assert set(first) == {5, None}
     assert binomtest(first.count(5), 1000).pvalue > 1 / 3000
+
     same_as_of_seed_1 = sum(a == b for a, b in zip(first, windows(1), strict=True))
     assert binomtest(same_as_of_seed_1, 1000).pvalue > 1 / 3000
 

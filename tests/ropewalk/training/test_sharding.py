@@ -82,6 +82,7 @@ def test_ranks_share_the_batches_equally(monkeypatch, n, step, world):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         shares.append(distributed.shared_batches(n, step))
     assert len(set(map(len, shares))) == 1
+
     starts = [start for start in itertools.chain(*shares) if start is not None]
     assert sorted(starts) == list(range(0, n, step))
 

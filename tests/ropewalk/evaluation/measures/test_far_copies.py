@@ -58,6 +58,7 @@ def test_copies_are_sorted_by_their_distance(monkeypatch):
     cfg = SimpleNamespace(lengths=[LENGTH], train_len=SHORT, eval=SimpleNamespace(sequences=9))
     found = results_of(far_copies.far_copies(Texts(tokens), cfg), Planted(by_tokens_read))
     assert [(m.span, m.continuation) for m in found] == [((8, 15), "same"), ((16, 31), "same"), ((32, 63), "same")]
+
     for text, m in enumerate(found):
         assert m.tokens == [3 if i == text else 0 for i in range(3)]
         assert tokens_read(m.nats[text], 3) == pytest.approx(62 + 63 + 64, abs=0.01)
