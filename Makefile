@@ -18,7 +18,7 @@ train: ARGS ?= data=markov
 train: $(VENV)/installed
 	$(BIN)/python train.py $(ARGS)
 
-# A small RoPE model, read further than it was trained, and what it writes there.
+# A small RoPE model, read further than it was trained.
 demo: $(VENV)/installed
 	$(BIN)/python scripts/demo.py $(ARGS)
 

@@ -16,8 +16,6 @@ T = TypeVar("T")
 MOVED = {
     "data.tasks.copy.Copy": "lab.tasks.copy.Copy",
     "data.tasks.group.Group": "lab.tasks.group.Group",
-    "data.tasks.recall.RecallAliases": "lab.tasks.recall_aliases.RecallAliases",
-    "data.tasks.variables.Variables": "lab.tasks.variables.Variables",
     "model.position.bias.NAPE": "lab.zoo.nape.NAPE",
     "model.position.forget.StickBreaking": "lab.zoo.stick_breaking.StickBreaking",
     "model.position.path.PaTH": "lab.zoo.path.PaTH",

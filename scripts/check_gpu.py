@@ -27,7 +27,7 @@ from conf.schema import ConfigError
 from lab.benchmarks import Options
 from lab.benchmarks.measure import begun, markdown
 from lab.kernels.check import checked, outcome_of
-from model.position import Shape, build_encodings
+from model.position import PositionEncoding, Shape, build_encodings
 from ropewalk.app.cli import encoding, encoding_names, program
 
 # Encodings that together need all kernels: with these compiled, which takes the most time, the others start at once.
@@ -50,7 +50,8 @@ def main(wanted: Options) -> None:
     problems |= exactness(options, [name for name in names if name not in KINDS], stop)
     rows = [{"encoding": name, "problem": said or "none"} for name, said in problems.items()]
     print(*markdown(rows), sep="\n", flush=True)
-    for mode, batch in (("training", 1), ("attention", options.batch), ("attention", 1)):
+    # Training comes last: a compiler takes half a minute for each encoding.
+    for mode, batch in (("attention", options.batch), ("attention", 1), ("training", options.trainer["batch_size"])):
         table = speeds(options, mode, batch, stop)
         print(f"\n## {mode}, batch {batch}\n\n{table}", flush=True)
         if "| " not in table:
@@ -63,25 +64,30 @@ def main(wanted: Options) -> None:
 def exactness(options: Options, names: list[str], stop: float) -> dict[str, str]:
     """The problem of each encoding and each width of heads, "" if there is none, in time for what comes after it."""
     stop -= 60 * (1 - EXACTNESS) * options.minutes
-    cases = list(product(names, HEAD_DIMS))
+    # Made before the threads: Hydra composes one configuration at a time.
+    cases = [(name, head_dim, encodings_of(name, head_dim)) for name, head_dim in product(names, HEAD_DIMS)]
     # Several at a time, since compilers take most of it.
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-        found = pool.map(partial(problem, options.device, stop), cases)
-        return {f"{name}, {head_dim} channels": said for (name, head_dim), said in zip(cases, found, strict=True)}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(partial(problem, options.device, stop), [encodings for _, _, encodings in cases])
+        return {f"{name}, {head_dim} channels": said for (name, head_dim, _), said in zip(cases, found, strict=True)}
 
 
-def problem(device: str, stop: float, case: tuple[str, int]) -> str:
-    """What is wrong with an encoding and heads of so many channels; nothing begins after `stop`."""
-    name, head_dim = case
-    shape = Shape(4 * head_dim, 4, 2, head_dim, train_len=256, n_layer=2)
+def encodings_of(name: str, head_dim: int) -> list[PositionEncoding]:
+    """An encoding for heads of so many channels, of two layers."""
+    return build_encodings(encoding(name), Shape(4 * head_dim, 4, 2, head_dim, train_len=256, n_layer=2))
+
+
+def problem(device: str, stop: float, encodings: list[PositionEncoding]) -> str:
+    """What is wrong with the encodings of a network; nothing begins after `stop`."""
     seconds = stop - monotonic()
-    return checked(build_encodings(encoding(name), shape), device, seconds) if seconds > 0 else LEFT_OUT
+    return checked(encodings, device, seconds) if seconds > 0 else LEFT_OUT
 
 
 def speeds(options: Options, mode: str, batch: int, stop: float) -> str:
     """A table of `scripts/bench.py`, or how it failed; rows that it had until its time was over."""
     chosen = options.model_dump(include={"device", "train_len", "steps", "rounds", "dtype", "lengths", "kernels"})
     chosen |= {"mode": mode, "batch": batch, "encodings": options.encodings or KINDS}
+    chosen |= {f"model.{key}": value for key, value in options.model.items()}
     program = str(Path(__file__).with_name("bench.py"))
     command = [sys.executable, program, *(f"{key}={json.dumps(value)}" for key, value in chosen.items())]
     seconds = stop - monotonic()

@@ -1,10 +1,9 @@
-"""A first look: train a small RoPE model for a minute, read longer text with it, and let it write.
+"""A first look: train a small RoPE model for a minute, and read longer text with it.
 
 make demo
 
 The weights are read as RoPE, as they were trained, and zero-shot as YaRN and ReRoPE: the same tokens of unseen files
-after more and more text. Then each reading continues a text of three times the training length. Other keys are those
-of train.py, as in make demo ARGS="trainer.max_steps=3000 name=longer"
+after more and more text. Other keys are those of train.py, as in make demo ARGS="trainer.max_steps=3000 name=longer"
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
@@ -19,21 +18,16 @@ from typing import Any
 import pandas as pd
 from omegaconf import DictConfig
 
-import ropewalk
 from conf.schema import Config
 from ropewalk.app.cli import program
 from ropewalk.app.resolve import for_this_machine
 from ropewalk.app.sweep import configure
 from ropewalk.evaluation.measures.lengths import length_settings
 from ropewalk.evaluation.results import load_all
-from ropewalk.files import printable
 from ropewalk.training import distributed
 from ropewalk.training.hardware import tune
 from train import train_on
 
-CHARACTERS = 200  # that each reading writes
-TEMPERATURE = 0.7
-PROMPT = 3  # training lengths of text before it
 ABOUT = """
 Trained on {0} tokens at a time, the model now reads longer texts, each way with the same weights:
 bits per byte of the same tokens, after {1} tokens of text.
@@ -49,7 +43,6 @@ def main(composed: DictConfig) -> None:
     bits = losses(run, cfg)
     print(ABOUT.format(cfg.train_len, ", ".join(map(str, cfg.lengths))))
     print(bits.to_string(float_format="{:8.2f}".format))
-    write(run, cfg)
     print(f"\n{verdict(bits, cfg.train_len)}")
     print('For an encoding that gains from longer text: make train ARGS="data=markov pe=kerple"')
 
@@ -61,13 +54,9 @@ def losses(run: Path, cfg: Config) -> pd.DataFrame:
         if evaluation.kind == "lengths" and length_settings(cfg).items() <= evaluation.eval.items():
             for m in evaluation.measured:
                 bits[evaluation.variant.pe["name"], m.length] = sum(m.nats) / math.log(2) / sum(m.bytes)
-    return pd.Series(bits).unstack().loc[[pe["name"] for pe in readings(cfg)], cfg.lengths]
-
-
-def readings(cfg: Config) -> list[dict[str, Any]]:
-    """The encoding that was trained, and those that read its weights."""
     variants: list[Any] = cfg.eval.variants or []
-    return [cfg.pe, *variants]
+    readings = [pe["name"] for pe in (cfg.pe, *variants)]
+    return pd.Series(bits).unstack().loc[readings, cfg.lengths]
 
 
 def verdict(bits: pd.DataFrame, train_len: int) -> str:
@@ -81,19 +70,3 @@ def verdict(bits: pd.DataFrame, train_len: int) -> str:
     loses = f"the model loses {lost[trained]:.2f} bits per byte as {trained}, and least as {best}: {lost[best]:.2f}"
     end = f"Cutting the text to {train_len} tokens loses nothing" if lost[best] > 0 else "Read so, it needs no cutting"
     return f"At {tokens} tokens {loses}.\n{end}."
-
-
-def write(run: Path, cfg: Config) -> None:
-    """Print what each reading writes after a text that was kept from training."""
-    tokens = PROMPT * cfg.train_len
-    models = {pe["name"]: ropewalk.load(run, pe=pe, cache_dir=cfg.data["cache_dir"]) for pe in readings(cfg)}
-    data = models[cfg.pe["name"]].data
-    data.prepare()
-    texts = data.validation(tokens, 9 * tokens)
-    inputs, _ = texts.batch(texts.n - 1, texts.n)  # of the standard library: within a function
-    prompt = data.decode(inputs[0].tolist())
-    print(f"\nAfter {tokens} tokens of an unseen file, of which this is the end:\n\n{prompt[-CHARACTERS:]}")
-    print(f"\neach writes {CHARACTERS} characters.")
-    for name, model in models.items():
-        text = model.generate(prompt, CHARACTERS, temperature=TEMPERATURE)
-        print(f"\nas {name}:\n{printable(text)[:CHARACTERS]}")

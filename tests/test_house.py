@@ -19,8 +19,8 @@ BUDGETS = {
     "data": 1300,
     "conf": 250,
     "ropewalk": 4700,  # on the way to 3,500
-    "scripts": 530,  # on the way to 500
-    "lab": 2640,  # on the way to 2,600
+    "scripts": 510,  # on the way to 500
+    "lab": 2600,
 }
 
 

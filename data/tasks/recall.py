@@ -47,11 +47,6 @@ class Recall(Task):
         values = [f"v{i}" for i in range(self.values)]
         return [".", *keys, *values]
 
-    @property
-    def query_offset(self) -> int:
-        """Ids from the symbols of a key in its pair to those that name it in a query."""
-        return 0
-
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
         # A text is n pairs, then filler and n queries, each query as long as a pair.
         size = self.key_len + self.value_len  # tokens of a pair, and of a query with its answer
@@ -70,7 +65,6 @@ class Recall(Task):
         pairs = self._pairs(key_draw, value_draw, n)  # [B, n, size]
         order = np.argsort(order_draw, axis=1)
         answered = np.take_along_axis(pairs, order[..., None], axis=1)  # each query with its answer
-        answered[..., : self.key_len] += self.query_offset
 
         # The text after the pairs is `filler` single tokens and n queries in some order: n of these `filler` + n items
         # are queries. Each query before takes `size` tokens instead of one, which moves it by `size` - 1.

@@ -54,17 +54,6 @@ def recall(symbols):
     return answers
 
 
-def variables(symbols):
-    answers = {}
-    values = {}
-    for i, symbol in enumerate(symbols):
-        if symbol == "=":
-            values[symbols[i - 1]] = values.get(symbols[i + 1], symbols[i + 1])
-        elif symbol == "?":
-            answers[i + 1] = values[symbols[i + 1]]
-    return answers
-
-
 def group(symbols, order):
     answers = {}
     state = None
@@ -84,8 +73,6 @@ SOLVERS = {
     "copy": selective_copy,
     "counting": counting,
     "recall": recall,
-    "recall_aliases": recall,
-    "variables": variables,
     "group": group,
 }
 

@@ -84,8 +84,6 @@ OPTIONS = {
         "cap": st.sampled_from([1, 2, 10, 99]),
         "weights": st.sampled_from([[1, 50, 7], [1e-9, 0.5, 5], [1e-9, 0, 0], [50, 0, 500], [0.5, 1, 0]]),
     },
-    "recall_aliases": {"keys": st.integers(9, 15), "key_len": st.integers(1, 3), "pairs": st.integers(1, 9)},
-    "variables": {"chains": st.integers(1, 5), "hops": st.integers(1, 4)},
     "group": {"group": st.sampled_from(["z2", "z11", "s2", "s3", "s5", "a3", "a4"]), "generators": st.booleans()},
 }
 
@@ -125,11 +123,8 @@ def test_any_options(name, draw, length, seed):
         ("group", {}, (1, 2)),
         # Each pair twice, but for the last token.
         ("recall", {"pairs": 3, "keys": 9, "key_len": 2, "value_len": 3}, (28, 29)),
-        ("recall_aliases", {"pairs": 3, "keys": 9, "key_len": 2}, (16, 17)),
         # Half of the tokens are pairs, of which one has to fit.
         ("recall", {"density": 0.5, "keys": 9, "key_len": 1, "value_len": 1}, (2, 3)),
-        # Statements and questions of three tokens, but for the last one.
-        ("variables", {"chains": 2, "hops": 3}, (28, 29)),
     ],
 )
 def test_the_shortest_length(name, options, lengths):
@@ -166,8 +161,6 @@ def test_a_recall_with_fewer_keys_than_pairs_is_refused():
         ("counting", "variables", [0, 27]),
         ("counting", "cap", [0, 100]),
         ("counting", "weights", [[1, 1], [0, 1, 1], [1, -1, 1], [1, 1, 21]]),
-        ("variables", "chains", [0, 9]),
-        ("variables", "hops", [0, 26]),
         ("group", "group", ["s7", "z1", "d4", "s"]),
         ("markov", "symbols", [1, 129]),
         ("markov", "alpha", [0.0009, 1001]),
@@ -187,16 +180,14 @@ FIRST = {
     "selective_copy": (1, "s13 s4 s5 . . s5 . . | s13 s4 s5 s5 - - -"),
     "copy": (1, "s8 s8 s8 s6 s10 s12 s18 | s8 s8 s8 s6 s10 s12 s18 -"),
     "group": (1, "> acb bac cab acb bca abc bca acb cab bca bac bac cab acb bac"),
-    "variables": (1, ". y = 2 n = y o = n . . . . ? y"),
     "counting": (2, "pass pass pass a=0 pass pass pass pass a=0 pass pass pass pass a? 0 -"),
     "recall": (1, "k24 v18 k13 v5 k14 v6 k24 v18 . . . . k14 v6 k13 v5"),
-    "recall_aliases": (1, "k24 v18 k13 v5 k14 v6 a24 v18 . . . . a14 v6 a13 v5"),
 }
 
 
 def test_samples_are_those_of_this_version(task):
     """Whoever changes them raises `version`: a run would not continue, nor be evaluated, on what it began with."""
-    options = {"recall": {"pairs": 3}, "recall_aliases": {"pairs": 3}, "variables": {"chains": 1}}.get(task.task, {})
+    options = {"recall": {"pairs": 3}}.get(task.task, {})
     x, _ = build(task.task, **options).train_batch([7], 16, 0)
     assert (task.version, task.decode(x[0].tolist())) == FIRST[task.task]
 

@@ -35,8 +35,7 @@ def encoding(name, *, gates=None, n_head=3, n_kv_head=1, head_dim=16, **options)
 def assert_right(pe, length, dtype=FP32, *, documents=True):
     """Errors are at most twice those in PyTorch, and what rounding leaves: terms of the gradient of a gate cancel."""
     for name, error in check.errors(pe, length, dtype, documents=documents, rounded=2e-3, exact=3e-5).items():
-        # Parts of the gradient of FIRE's c cancel: through the distance, and through the reach that divides it.
-        assert error.is_right or (name == "c" and error.value < 2e-3), (name, error)
+        assert error.is_right, (name, error)
 
 
 CASES = {
@@ -85,11 +84,19 @@ def in_16_bit(pe, q, state, ctx):
 
 SEEN_KEYS = twins.seen_keys
 OF_DISTANCES = twins.of_distances
+
+
+def on_another_device(pe, q, state, ctx):
+    (row,) = OF_DISTANCES(pe, q, state, ctx)
+    return (row.to("meta"),)
+
+
 PLANTED = {
     "sign": (biases.BIASES, "row", biases.ROW._replace(score=wrong_sign)),
     "gradient": (biases.BIASES, "row", biases.ROW._replace(key_grad=biases.no_grad)),
     "mask": (vars(twins), "seen_keys", one_key_too_many),
     "dtype": (vars(twins), "of_distances", in_16_bit),
+    "device": (vars(twins), "of_distances", on_another_device),
 }
 
 
@@ -98,7 +105,11 @@ def test_the_check_finds_a_wrong_kernel(defect, monkeypatch):
     pe = encoding("kerple", window=20)
     assert all(error.is_right for error in check.errors(pe, 70, FP16).values())
     monkeypatch.setitem(*PLANTED[defect])
-    assert not all(error.is_right for error in check.errors(pe, 70, FP16).values())
+    try:
+        is_found = not all(error.is_right for error in check.errors(pe, 70, FP16).values())
+    except NotImplementedError:  # of a tensor on another device
+        is_found = True
+    assert is_found
 
 
 def test_where_no_kernel_serves_the_specification_does():
