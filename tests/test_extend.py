@@ -130,7 +130,7 @@ def test_positions_without_parameters_can_be_dropped(straight, extend, refused):
 COPE = "pe=cope", "pe.npos_max=20"
 
 
-def test_it_begins_where_the_base_model_ended(straight, extend):
+def test_an_extension_begins_where_the_base_model_ended(straight, extend):
     base = straight(*COPE)
     child, _ = extend(base)
     assert read_config(child)["pe"]["npos_max"] == 20  # inherited with the encoding
@@ -204,7 +204,7 @@ def test_a_pattern_is_extended_part_by_part(train, straight, script):
     assert part_of(pe["global"], expected) == expected
 
 
-def test_partial_names_what_is_fresh(straight, extend):
+def test_init_partial_names_the_weights_that_are_new(straight, extend):
     base = straight("pe=rope")
     child, said = extend(base, "init_partial=true", "pe=cope", "model.n_layer=2")
     assert "initialised at random: blocks.0.position.table, blocks.1.attn.out.weight, " in said

@@ -304,7 +304,7 @@ def drawn_arguments(rng, pipe):
 
 
 @fuzz(15)
-def test_options(quick, tmp_path, monkeypatch, rng):
+def test_any_option_of_any_value_is_an_error_or_a_run(quick, tmp_path, monkeypatch, rng):
     """Each key of the schema, and of the classes that conf/pe and conf/data name, with values of every kind."""
     here = tmp_path / "here"
     for old in (quick.runs, here):

@@ -106,7 +106,7 @@ def test_replicas_of_two_ranks_each(train, job, straight):
     assert_same_numbers(straight(*options), train.runs / "replicas")
 
 
-def test_slurm_starts_them(train, job, pair):
+def test_processes_that_slurm_starts_are_the_same_run(train, job, pair):
     codes, said = job([None, None], *TEXT, "name=slurm", starter=SRUN)
     assert codes == [0, 0], said
     assert differences(train.runs / "slurm", pair(*TEXT)) == []
@@ -227,7 +227,7 @@ def launched(train, *options, starter=()):
 
 
 @pytest.mark.slow
-def test_lightning_and_torchrun_start_them(train):
+def test_a_run_that_lightning_started_goes_on_by_torchrun(train):
     """A signal to the first process stops the run, and torchrun goes on with it."""
     many = [f"trainer.{key}=100" for key in ("log_every", "val_every", "checkpoint_every")]
     many += ["trainer.max_steps=300", "logger=csv", "name=launched"]
@@ -264,7 +264,7 @@ def test_what_torchrun_did_must_fit_and_a_rank_left_in_the_environment_is_not_be
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_compiled(train, job, straight, kind):
+def test_two_compiled_processes_compute_what_one_does_uncompiled(train, job, straight, kind):
     options = ["pe=rope", "trainer.compile=true"]
     codes, said = job([None, None], f"trainer={kind}", *options, "name=compiled")
     assert codes == [0, 0], said

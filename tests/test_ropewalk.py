@@ -21,7 +21,7 @@ def run(straight) -> Path:
     return straight("pe=rope", "eval.by_position=false", "eval.far_copies=false")
 
 
-def test_a_trained_model(run):
+def test_a_trained_model_gives_logits_and_text(run):
     model = ropewalk.load(run)
     ids = model.encode("knots")
     assert model.data.decode(ids.tolist()) == "knots"
@@ -32,7 +32,7 @@ def test_a_trained_model(run):
     assert model.generate("knots", 30, seed=2) != text
 
 
-def test_read_by_another_encoding(run):
+def test_a_run_is_read_by_another_encoding(run):
     rope = ropewalk.load(run)
     yarn = ropewalk.load(run, pe="yarn", scale=8.0)
     long = "knots in a rope; " * 4
@@ -45,7 +45,7 @@ def test_read_by_another_encoding(run):
         ropewalk.load(run, pe="alibi")
 
 
-def test_runs(run, tmp_path):
+def test_a_table_of_runs_has_the_values_of_their_evaluations(run, tmp_path):
     """Values are those of evals/; the columns are the same of no runs at all."""
     table = ropewalk.runs(run)
     frame = table[table.seed == 0]
@@ -64,7 +64,7 @@ def test_runs(run, tmp_path):
     assert len(ropewalk.runs(run, exclude=["ru*"])) == 0
 
 
-def test_curves(run):
+def test_curves_are_in_the_order_of_tokens(run):
     curve = ropewalk.curves(run, only=["ru*"])
     assert curve["val/bits_per_byte"].notna().any()
     assert list(curve.tokens) == sorted(curve.tokens)

@@ -26,7 +26,7 @@ def commands(folder, *options: str) -> list[list[str]]:
 
 
 @pytest.mark.long
-def test_the_walk(tmp_path, monkeypatch, capfd):
+def test_the_commands_of_the_walk_end_with_the_same_model_in_transformers(tmp_path, monkeypatch, capfd):
     options = [
         "data=text", f"data.files={write_knots(tmp_path / 'corpus')}/*.txt", f"data.cache_dir={tmp_path}/prepared",
         "data.val_fraction=0.3", "model.n_layer=1", "model.dim=32", "model.n_head=2", "trainer.accelerator=cpu",

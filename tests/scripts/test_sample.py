@@ -86,7 +86,7 @@ def test_a_prompt_of_any_text(sample, monkeypatch, tmp_path):
     assert sample("max_new_tokens=2", argument).out.startswith("def main(")
 
 
-def test_several_runs(sample, tmp_path):
+def test_several_runs_write_one_after_the_other(sample, tmp_path):
     """Also with a text beyond what the model was trained to read, of which it warns."""
     said = sample("-m", "pe=rope,rerope", "prompt=a", "max_new_tokens=20", f"hydra.sweep.dir={tmp_path}")
     assert said.code == 0, said.err

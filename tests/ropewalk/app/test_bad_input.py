@@ -207,7 +207,7 @@ def test_a_misspelt_key_is_answered_without_importing_pytorch(program):
 
 
 @pytest.mark.long
-def test_outside_of_the_environment():
+def test_a_missing_package_is_named_without_a_traceback():
     done = without("hydra", "scripts/sample.py")
     assert done.returncode == 1
     assert "hydra is not installed here" in done.stderr
@@ -215,7 +215,7 @@ def test_outside_of_the_environment():
 
 
 @pytest.mark.long
-def test_silence_if_nobody_reads():
+def test_a_pipe_that_is_closed_early_is_no_error():
     command = f"'{sys.executable}' train.py --help | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith("Train a small GPT")

@@ -43,7 +43,7 @@ def assert_same_state(net, optimizer, other, its_optimizer):
 
 
 @pytest.mark.parametrize("trained_before", [0, 1])
-def test_all_comes_back(tmp_path, trained_before):
+def test_weights_optimizer_and_progress_come_back(tmp_path, trained_before):
     saved = trained(step=2)
     other = trained(trained_before, seed=1)
     save(tmp_path, *saved, 2)
@@ -51,7 +51,7 @@ def test_all_comes_back(tmp_path, trained_before):
     assert_same_state(*saved, *other)
 
 
-def test_the_beginning_comes_back(tmp_path):
+def test_a_checkpoint_before_the_first_step_comes_back(tmp_path):
     """Where the optimizer has no state yet."""
     save(tmp_path, *trained(step=0), 0)
     assert checkpoints.resume(tmp_path, *untrained()).step == 0

@@ -23,7 +23,7 @@ def drawn(kind, length, max_position):
     return counts
 
 
-def test_they_are_drawn_as_the_papers_say():
+def test_positions_are_drawn_as_the_papers_say():
     samples = drawn("random", 3, 7)
     assert sorted(samples) == sorted(combinations(range(7), 3))
     assert chisquare(list(samples.values())).pvalue > 1 / 3000
@@ -61,7 +61,7 @@ def losses(train, **runs):
     return of_training, of_validation
 
 
-def test_training_sees_them(train):
+def test_training_sees_the_positions_that_were_drawn(train):
     def positions(name, kind, max_position):
         return [f"name={name}", f"trainer.positions={kind}", f"trainer.max_position={max_position}"]
 
