@@ -194,7 +194,7 @@ def queries_kernel(
     """
     # As in the forward pass: a block of queries of one head.
     i0 = carried.start + tl.program_id(0) * BM
-    b, _h, head, kv_head = numbers_of_heads(G)
+    b, h, head, kv_head = numbers_of_heads(G)
     at_table = x.extra[0] + head * T * P
     at_table_grad += head * T * P
     first = x.first + b * T
@@ -203,7 +203,6 @@ def queries_kernel(
     q_tile = load_rows(x.q, head, i, T, D)
     out_grad_tile = load_rows(y.out_grad, head, i, T, D)
     mean = mean_of(y, head, i, T, out_grad_tile, D)
-    store_numbers(y.means, head, i, T, mean)
     first_key = tl.load(first + i, mask=i < T, other=T + BN)
     log_sum = load_numbers(y.log_sums, head, i, T)
 
@@ -224,6 +223,7 @@ def queries_kernel(
     acc = tl.zeros([BM, D], tl.float32)
     last_term = tl.load(at_table + i * P + P - 1, mask=i < T, other=0.0)
     last_grad = tl.zeros([BM], tl.float32)
+    counted_grad = tl.zeros([BM], tl.float32)
     moved = tl.zeros([BM], tl.float32)
     # No loads in advance: with them Triton 3.6 and 3.7 cannot compile the loop for Hopper.
     for newer in tl.range(oldest, end, num_stages=1):
@@ -238,6 +238,7 @@ def queries_kernel(
             begun = tl.load(carried.counts + place + newer * C)
             term, entry, share, slope = read_table(gates, begun, at_table, i, T, P)
             _weights, score_grads = gradients_of(scores + term, seen, log_sum, weight_grads, mean)
+            counted_grad += tl.sum(score_grads, 1)
 
             # The term lies between two entries, which share its gradient.
             of_entry = at_table_grad + i[:, None] * P + entry
@@ -253,6 +254,10 @@ def queries_kernel(
             _weights, score_grads = gradients_of(scores + last_term[:, None], seen, log_sum, weight_grads, mean)
             last_grad += tl.sum(score_grads, 1)
         acc += product(score_grads, k_tile)
+    # The exact mean, as in `lab.kernels.flash`: that from the rounded output, and by how much the gradients of all scores
+    # are off from summing up to zero. Weights sum up to 1, that of the sink included.
+    of_keys = 1.0 - tl.exp2(tl.load(x.sinks + h) * LOG2E - log_sum)
+    store_numbers(y.means, head, i, T, mean * of_keys + counted_grad + last_grad)
     tl.atomic_add(at_table_grad + i * P + P - 1, last_grad, mask=i < T, sem="relaxed")
     store_rows(q_grad, head, i, T, acc * scale, D)
 

@@ -27,9 +27,9 @@ def rows(*arguments):
 def assert_small(row):
     """Hardly a register is spilled, and additions to one number wait for each other, but for nothing else.
 
-    On Hopper some tiles that spill more were measured, and were faster than those that do not.
+    On Hopper tiles were measured, with Triton 3.6: some that spill more are faster than those that do not.
     """
-    assert row["spilled"] <= (640 if row["capability"] == 90 else 128), row
+    assert row["spilled"] <= (1024 if row["capability"] == 90 else 128), row
     assert row["fences"] == 0, row
 
 
