@@ -1,17 +1,17 @@
-"""How much the tests notice: change the code in one place at a time, and run the tests that run this place.
+"""How much the tests notice: change the code in one place at a time, and run the tests that mirror it.
 
 make mutants ARGS="--seeds 1 2 --number 30 data ropewalk/evaluation"
 
-A folder of the source is held by the folder of tests that mirrors it. Places are drawn with the seed; all happens in a
-copy. Printed are the changes that no test noticed, and how many of each folder were noticed. A change that leaves every
-result as it is, such as another size of a batch, cannot be noticed: whoever reads the list decides.
+A file or folder of the source is held by the tests of the same name: tests/data, tests/ropewalk/evaluation. Places are
+drawn with the seed; all happens in a copy. Printed are the changes that no test noticed, and how many of each folder
+were noticed. A change that leaves every result as it is, such as another size of a batch, cannot be noticed: whoever
+reads the list decides.
 """
 
 import argparse
 import ast
 import copy
 import importlib
-import json
 import os
 import random
 import shutil
@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,8 +32,7 @@ SWAPS = {
 # Messages and types: their wording is held by no test.
 SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom, ast.arg, ast.AnnAssign)
 HEAVY = ("torch", "lightning.fabric", "transformers", "datasets", "pandas", "scipy.stats", "hypothesis", "hydra")
-LIMIT = 120  # seconds after which tests count as failed
-COLLECTED = "collected.json"
+LIMIT = 600  # seconds after which tests count as failed
 
 
 def places(node: ast.AST) -> Iterator[ast.AST]:
@@ -83,99 +81,66 @@ class Replace(ast.NodeTransformer):
         return self.new if node is self.old else self.generic_visit(node)
 
 
-class Map:
-    """A pytest plugin that writes which tests run each line of each file, and how long each takes."""
-
-    def __init__(self, source: list[str]) -> None:
-        import coverage  # after the fork: it traces
-
-        self.recorder = coverage.Coverage(data_file=None, include=[f"{path}/*" for path in source], config_file=False)
-        self.seconds: dict[str, float] = {}
-        self.recorder.start()
-
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        self.recorder.switch_context(item.nodeid)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
-
-    def pytest_sessionfinish(self) -> None:
-        self.recorder.stop()
-        data = self.recorder.get_data()
-        lines = {}
-        for path in data.measured_files():
-            contexts = data.contexts_by_lineno(path).items()
-            lines[os.path.relpath(path)] = {line: sorted(set(tests) - {""}) for line, tests in contexts}
-        Path(COLLECTED).write_text(json.dumps({"seconds": self.seconds, "lines": lines}))
-
-
-def passes(arguments: list[str], source: list[str] = (), limit: int = LIMIT) -> bool:
-    """Run tests in a fork, which begins with the heavy libraries imported; of `source` it writes a map."""
+def passes(tests: str) -> bool:
+    """Run tests in a fork, which begins with the heavy libraries imported."""
     child = os.fork()
     if not child:
-        signal.alarm(limit)  # ends the process, also within a library
-        output = os.open(os.devnull if not source else "map.log", os.O_WRONLY | os.O_CREAT)
+        signal.alarm(LIMIT)  # ends the process, also within a library
+        output = os.open("output.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        plugins = [Map(source)] if source else []
-        os._exit(pytest.main(["-p", "no:cacheprovider", "-p", "no:xdist", *arguments], plugins=plugins))
-    _, status = os.waitpid(child, 0)
-    return status == 0
+        os._exit(pytest.main(["-x", "-p", "no:cacheprovider", "-p", "no:xdist", tests]))
+    return os.waitpid(child, 0)[1] == 0
+
+
+def is_noticed(file: Path, tree: ast.Module, node: ast.AST, tests: str) -> bool:
+    """Whether the tests fail once `node`, of the `tree` of a file, is changed."""
+    original = file.read_text()
+    mutant = Replace(node, changed(node)).visit(copy.deepcopy(tree, {id(node): node}))
+    file.write_text(ast.unparse(ast.fix_missing_locations(mutant)))
+    try:
+        return not passes(tests)
+    finally:
+        file.write_text(original)
+
+
+def copy_project(folder: str) -> None:
+    """Copy what git knows to `folder`, and go on there."""
+    files = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
+    for name in files:
+        target = Path(folder, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(name, target)
+    os.chdir(folder)
+    sys.path[:0] = [folder, f"{folder}/tests"]
+    sys.dont_write_bytecode = True  # two changes within a second would be taken for each other
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--number", type=int, default=30, help="of each seed")
+    parser.add_argument("--number", type=int, default=30, help="of each seed and folder")
     parser.add_argument("folders", nargs="*", default=["data", "ropewalk/evaluation"])
     args = parser.parse_args()
-    files = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
-    with tempfile.TemporaryDirectory() as folder:
-        for name in files:
-            target = Path(folder, name)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(name, target)
-        os.chdir(folder)
-        sys.path[:0] = [folder, f"{folder}/tests"]
-        sys.dont_write_bytecode = True  # two changes within a second would be taken for each other
-        os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as project:
+        copy_project(project)
         for module in HEAVY:
             importlib.import_module(module)
-        tests = [f"tests/{path}" for path in args.folders]
-        if not passes(tests, args.folders, limit=3600):
-            sys.exit(f"the tests fail as they are: {Path('map.log').read_text()}")
-        sources = [name for name in files if name.endswith(".py") and name.startswith(tuple(args.folders))]
-        trees = {name: ast.parse(Path(name).read_text()) for name in sources}
-        collected = json.loads(Path(COLLECTED).read_text())
-        for seed in args.seeds:
-            everywhere = [(name, node) for name, tree in trees.items() for node in places(tree)]
-            drawn = random.Random(seed).sample(everywhere, min(args.number, len(everywhere)))
-            for path, results in tried(drawn, trees, args.folders, **collected).items():
-                print(f"{path}: {sum(results)} of {len(results)} changes noticed with seed {seed}", flush=True)
-
-
-def tried(
-    drawn: list[tuple[str, ast.AST]], trees: dict[str, ast.Module], folders: list[str], seconds: dict, lines: dict
-) -> dict[str, list[bool]]:
-    """Change one place at a time; return for each folder which changes were noticed, and print the others."""
-    noticed = defaultdict(list)
-    for name, node in drawn:
-        of_lines = lines.get(name, {})
-        of_file = {test for tests in of_lines.values() for test in tests}
-        line = str(getattr(node, "lineno", 0))
-        # What runs when it is imported has no test of its own; fixtures of a module count for its first test alone.
-        first = sorted(of_lines.get(line, ()), key=seconds.get)[:20]
-        others = sorted(of_file - {*first}, key=seconds.get)
-        original = Path(name).read_text()
-        new = changed(node)
-        tree = Replace(node, new).visit(copy.deepcopy(trees[name], {id(node): node}))
-        Path(name).write_text(ast.unparse(ast.fix_missing_locations(tree)))
-        is_noticed = any(tests and not passes(["-x", *tests]) for tests in (first, others))
-        Path(name).write_text(original)
-        noticed[next(path for path in folders if name.startswith(path))].append(is_noticed)
-        if not is_noticed:
-            print(f"{name}:{line}: {ast.unparse(node)[:100]!r} -> {ast.unparse(new)[:100]!r}", flush=True)
-    return noticed
+        for folder in args.folders:
+            tests = f"tests/{folder}"
+            if not passes(tests):
+                sys.exit(f"the tests fail as they are: {Path('output.log').read_text()}")
+            trees = {file: ast.parse(file.read_text()) for file in sorted(Path(folder).rglob("*.py"))}
+            everywhere = [(file, node) for file, tree in trees.items() for node in places(tree)]
+            for seed in args.seeds:
+                drawn = random.Random(seed).sample(everywhere, min(args.number, len(everywhere)))
+                missed = [(file, node) for file, node in drawn if not is_noticed(file, trees[file], node, tests)]
+                for file, node in missed:
+                    change = f"{ast.unparse(node)[:100]!r} -> {ast.unparse(changed(node))[:100]!r}"
+                    print(f"{file}:{getattr(node, 'lineno', 0)}: {change}")
+                noticed = len(drawn) - len(missed)
+                print(f"{folder}: {noticed} of {len(drawn)} changes noticed with seed {seed}", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,13 @@ NO_PAGE = SimpleNamespace(show=lambda *_: None, write_beside=lambda run: run / "
 
 
 def start(
-    arguments: list[str], prepare: Callable[[], None] | None = None, output: str = os.devnull, program: str = "train"
+    arguments: list[str],
+    prepare: Callable[[], None] | None = None,
+    output: str = os.devnull,
+    environment: dict[str, str] | None = None,
 ) -> ForkServerProcess:
-    """A process that calls `prepare` and the main function of `program`; what it prints goes to `output`."""
-    process = CONTEXT.Process(target=_run, args=(arguments, prepare, output, program))
+    """A process that calls `prepare` and the main function of train.py; what it prints goes to `output`."""
+    process = CONTEXT.Process(target=_run, args=(arguments, prepare, output, environment or {}))
     process.start()
     # Each start asks all known processes whether they have ended, and a process can tell it only once: of two threads
     # that ask, one would hear 255.
@@ -48,18 +51,19 @@ def live(*arguments: Any) -> int:
     return process.exitcode
 
 
-def _run(arguments: list[str], prepare: Callable[[], None] | None, output: str, program: str) -> None:
+def _run(arguments: list[str], prepare: Callable[[], None] | None, output: str, environment: dict[str, str]) -> None:
     from ropewalk.app import ending
 
-    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.setpgrp()  # a group of its own, as a job has it
-    sys.argv = [f"{Path(__file__).parents[1]}/{program}.py", *arguments]
+    os.environ.update(environment)
+    sys.argv = [f"{Path(__file__).parents[1]}/train.py", *arguments]
     ending.page = NO_PAGE
     if prepare:
         prepare()
-    import_module(program).main()
+    import_module("train").main()
 
 
 def owner_of(target: str) -> tuple[Any, str]:
@@ -116,44 +120,27 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class As:
-    """Be rank `rank` of those that torchrun or srun would start, and do `action`."""
-
-    def __init__(self, rank: int, world: int, port: int, slurm: bool, action: Callable[[], None] | None) -> None:
-        self.environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        self.environment |= {"TORCHELASTIC_RUN_ID": "test"}
-        if slurm:
-            self.environment = {"NTASKS": world, "NTASKS_PER_NODE": world, "NNODES": 1, "NODEID": 0}
-            self.environment |= {"PROCID": rank, "LOCALID": rank, "JOB_NAME": "test", "STEP_ID": 0}
-            self.environment = {f"SLURM_{name}": value for name, value in self.environment.items()}
-        self.environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        self.action = action
-
-    def __call__(self) -> None:
-        os.environ.update({name: str(value) for name, value in self.environment.items()})
-        if self.action:
-            self.action()
+# What torchrun and srun say to each of WORLD processes.
+TORCHRUN = "RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world} LOCAL_WORLD_SIZE={world} TORCHELASTIC_RUN_ID=test"
+SRUN = (
+    "SLURM_NTASKS={world} SLURM_NTASKS_PER_NODE={world} SLURM_NNODES=1 SLURM_NODEID=0"
+    " SLURM_PROCID={rank} SLURM_LOCALID={rank} SLURM_JOB_NAME=test SLURM_STEP_ID=0"
+)
 
 
-def start_ranks(
-    arguments: list[str], output: Path, *actions: Callable[[], None] | None, slurm: bool = False
-) -> list[ForkServerProcess]:
-    """A run on as many ranks as there are actions. Rank i prints to the file `output` / str(i)."""
+def together(
+    arguments: list[str], output: Path, *actions: Callable[[], None] | None, starter: str = TORCHRUN
+) -> list[int]:
+    """A run on as many ranks as there are actions: their exit codes. Rank i prints to the file `output` / str(i)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     output.mkdir(exist_ok=True)
     processes = []
     for rank, action in enumerate(actions):
-        said = output / str(rank)
-        said.unlink(missing_ok=True)
-        processes.append(start(arguments, As(rank, len(actions), port, slurm, action), str(said)))
-    return processes
-
-
-def together(arguments: list[str], output: Path, *actions: Callable[[], None] | None, slurm: bool = False) -> list[int]:
-    """`start_ranks` and wait: their exit codes."""
-    processes = start_ranks(arguments, output, *actions, slurm=slurm)
+        told = f"{starter} MASTER_ADDR=127.0.0.1 MASTER_PORT={port}".format(rank=rank, world=len(actions))
+        environment = dict(word.split("=") for word in told.split())
+        processes.append(start(arguments, action, str(output / str(rank)), environment))
     try:
         for process in processes:
             process.join()

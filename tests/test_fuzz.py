@@ -8,12 +8,8 @@ import gzip
 import json
 import operator
 import os
-import random
 import shutil
-import signal
-import traceback
-from collections import Counter
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,20 +17,19 @@ import pytest
 import torch
 import yaml
 from conftest import REPORT, snapshot
-from omegaconf import OmegaConf
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
 import ropewalk
 import train as program
 from conf.schema import Config
-from data.base import resolve as data_class
-from model.position import resolve as encoding_class
+from ropewalk.app import ending
 from ropewalk.app.cli import CONF_DIR
-from ropewalk.plugins import schema_of
 from ropewalk.report import frame, page
 from ropewalk.training.hardware import check_memory
 from ropewalk.training.stop import STOPPED, Stop
-from scripts import report
+from scripts import evaluate, export, report, sample
 
 # What each command needs of a run: without it there is no result.
 NEEDS = {
@@ -47,42 +42,14 @@ NEEDS = {
 }
 # Files whose numbers are results: whatever else they say is told from what was written.
 FIGURES = ("training.json", "metrics.jsonl", "model.json", "model.safetensors")
-# Seeds of the slow tests; ROPEWALK_FUZZ=100:200 tries those from 100 on.
-MANY = range(*map(int, os.environ.get("ROPEWALK_FUZZ", "0:500").split(":")))
-PATIENCE = 120  # seconds that one call may take
 VALUES = [..., None, True, -1, 0, 1e308, "", "x", "[/b]", "\x1b[31m", [], [[]], {}, {"a": 1}, 10**30]
 
 
-def few_and_many(few):
-    """A test of the first seeds, and a slow one of many."""
-    many = pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(0)])
-    return pytest.mark.parametrize("numbers", [range(few), many], ids=["few", "many"])
-
-
-class BlockedError(BaseException):
-    """A call that has not ended: no handler of exceptions may take it for one of its own."""
-
-
-def blocked(*_):
-    raise BlockedError
-
-
-def try_all(numbers, check):
-    """Call `check` with a random generator of each of the numbers; AssertionError: all that went wrong."""
-    wrong = []
-    outcomes = Counter()
-    signal.signal(signal.SIGALRM, blocked)
-    for number in numbers:
-        tried = []
-        signal.alarm(PATIENCE)
-        try:
-            outcomes[check(random.Random(number), tried)] += 1
-        except (Exception, BlockedError):
-            wrong.append(f"{number}: {tried}\n{traceback.format_exc(limit=-3)}")
-        finally:
-            signal.alarm(0)
-    print(f"outcomes {dict(outcomes)}, {len(wrong)} failures")
-    assert not wrong, "\n".join(wrong)
+def fuzz(cases):
+    """A test of `cases` random generators, always the same ones; ROPEWALK_FUZZ=500 tries so many."""
+    number = int(os.environ.get("ROPEWALK_FUZZ", cases))
+    own = settings(max_examples=number, suppress_health_check=list(HealthCheck))
+    return lambda test: own(given(rng=st.randoms(use_true_random=True))(test))
 
 
 def leaves(value, at=()):
@@ -97,6 +64,11 @@ def leaves(value, at=()):
         yield from leaves(child, (*at, key))
 
 
+def inside(value, path):
+    """What lies at a path of `leaves`."""
+    return functools.reduce(operator.getitem, path, value)
+
+
 def retype(content, rng):
     """Another value, or none, somewhere in a JSON or YAML file or in a line of metrics.jsonl."""
     parts = [content]
@@ -105,10 +77,10 @@ def retype(content, rng):
     number = rng.randrange(len(parts))
     values = yaml.safe_load(parts[number])
     *above, key = rng.choice(sorted(leaves(values), key=repr))
-    inside = functools.reduce(operator.getitem, above, values)
-    inside[key] = rng.choice(VALUES)
-    if inside[key] is ...:
-        del inside[key]
+    owner = inside(values, above)
+    owner[key] = rng.choice(VALUES)
+    if owner[key] is ...:
+        del owner[key]
     parts[number] = json.dumps(values).encode() + b"\n"  # which is YAML, too
     return b"".join(parts)
 
@@ -125,8 +97,10 @@ def flip(content, rng):
 
 def digit(content, rng):
     """Another digit somewhere in a text."""
-    at = rng.choice([at for at, byte in enumerate(content) if chr(byte).isdigit()])
-    return content[:at] + rng.choice(b"0123456789".replace(content[at : at + 1], b"")).to_bytes() + content[at + 1 :]
+    damaged = bytearray(content)
+    place = rng.choice([i for i, byte in enumerate(content) if byte in b"0123456789"])
+    damaged[place] = rng.choice(b"0123456789".replace(content[place : place + 1], b""))
+    return bytes(damaged)
 
 
 def mutate(file, rng, outside):
@@ -149,84 +123,90 @@ def mutate(file, rng, outside):
     return how
 
 
-@few_and_many(25)
-def test_mutations(train, script, monkeypatch, numbers):
-    monkeypatch.setattr("ropewalk.app.ending.page", page)
-    options = ("name=whole", "trainer.max_steps=2", "eval.lengths=[1,2]", "eval.variants=[]", "eval.sequences=2")
-    for run in (options, ("name=beside", "seed=1", *options[1:])):
-        assert train(*run).code == 0
-    whole, folder = train.runs / "whole", train.runs.parent
-    kept = whole.rename(folder / "kept")
-    files = sorted(str(p.relative_to(kept)) for p in kept.rglob("*") if p.is_file() and p.name != "report.html")
-    outside, out = folder / "outside", folder / "out"
-    arguments = {
-        "evaluate": [f"run={whole}", f"cache_dir={folder / 'cache'}"],
-        "sample": [f"run={whole}", "prompt=a", "max_new_tokens=1"],
-        "export": [f"run={whole}", f"out={out}"],
-        "report": [f"folders=[{train.runs}]", f"out={folder}/page.html"],
+SHORT = ("name=whole", "eval.lengths=[1,2]", "eval.variants=[]", "eval.sequences=2")
+
+
+@pytest.fixture
+def commands(train, script, monkeypatch):
+    """Each command on the run "whole"; beside it lies another one, "beside"."""
+    monkeypatch.setattr(ending, "page", page)  # it reads results at the end of a run
+    for options in (["name=beside", "seed=1"], ["name=whole"]):
+        assert train(*SHORT[1:], *options, "trainer.max_steps=2").code == 0
+    folder = train.runs.parent
+    run = f"run={train.runs / 'whole'}"
+    return {
+        "train": partial(train, *SHORT, "trainer.max_steps=2"),
+        "longer": partial(train, *SHORT, "trainer.max_steps=3"),
+        "evaluate": partial(script, evaluate, run, f"cache_dir={folder / 'cache'}"),
+        "sample": partial(script, sample, run, "prompt=a", "max_new_tokens=1"),
+        "export": partial(script, export, run, f"out={folder / 'out'}"),
+        "report": partial(script, report, f"folders=[{train.runs}]", "format=md", f"out={folder / 'page'}"),
     }
 
-    def call(command):
-        monkeypatch.setattr(page, "html", REPORT if command == "report" else lambda *_: "")  # others only warn
-        if command in ("train", "longer"):
-            return train(options[0], f"trainer.max_steps={2 + (command == 'longer')}", *options[2:])
-        return script(import_module(f"scripts.{command}"), *arguments[command])
 
-    def damaged(rng, tried):
-        for old in (whole, outside, out):
-            shutil.rmtree(old, ignore_errors=True)
-        shutil.copytree(kept, whole)
-        outside.mkdir()
-        (outside / "mine").write_text("untouched")
-        name = rng.choice(files)
-        command = rng.choice(sorted(NEEDS))
-        how = mutate(whole / name, rng, outside)
-        before = snapshot(outside)
-        tried += [how, name, command]
-        outcome = call(command)  # an exception would be a traceback
-        tried.append(outcome)
-        assert outcome.code in (0, 2)
-        assert "Traceback" not in outcome.out + outcome.err
-        assert snapshot(outside) == before
-        needed = name in NEEDS[command]
-        if command == "report":  # on the other run, whatever this one holds
-            assert (outcome.code, needed) == (0, False)
-            assert "beside" in (folder / "page.html").read_text()
-        elif outcome.code == 2:
-            assert "error:" in outcome.err
-        elif how in (flip, digit):
-            assert not (needed and name in FIGURES)
-        elif how != retype and (how, name) != ("delete", "training.json"):
-            # Deleting the latter makes the run unfinished.
-            assert not needed
-        return outcome.code
-
-    try_all(numbers, damaged)
+@pytest.fixture
+def kept(commands, train, tmp_path):
+    """A copy of the run, as it was before any damage."""
+    return shutil.copytree(train.runs / "whole", tmp_path / "kept")
 
 
-@few_and_many(30)
-def test_archives(straight, script, tmp_path, monkeypatch, numbers):
-    """Whatever somebody else's file of results holds, there is a report on the other runs."""
-    monkeypatch.setattr(page, "html", REPORT)
-    mine = shutil.copytree(straight("pe=rope"), tmp_path / "runs" / "mine")
-    theirs = tmp_path / "theirs.jsonl.gz"
-    frame.save(theirs, [straight("pe=rope", "seed=1")])
-    rows = gzip.decompress(theirs.read_bytes())
-    out = tmp_path / "page"
+@fuzz(25)
+def test_mutations(commands, kept, train, tmp_path, rng):
+    """One file of a run damaged: whoever needs it says so, and nobody else is disturbed."""
+    whole, outside, out = train.runs / "whole", tmp_path / "outside", tmp_path / "out"
+    for old in (whole, outside, out):
+        shutil.rmtree(old, ignore_errors=True)
+    shutil.copytree(kept, whole)
+    outside.mkdir()
+    (outside / "mine").write_text("untouched")
+    names = [str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file() and path.suffix != ".html"]
+    name = rng.choice(sorted(names))
+    command = rng.choice(sorted(commands))
+    how = mutate(whole / name, rng, outside)
+    note(f"{command} after {how} of {name}")
+    before = snapshot(outside)
 
-    def damaged(rng, tried):
-        how = rng.choice([retype, retype, retype, digit, flip, truncate])
-        kind = rng.choice(["html", "csv", "md"])
-        tried += [how, kind]
-        theirs.write_bytes(gzip.compress(how(rows, rng)))
-        outcome = script(report, f"folders=[{mine.parent},{theirs}]", f"format={kind}", f"out={out}")
-        tried.append(outcome)
+    outcome = commands[command]()  # an exception would be a traceback
+
+    assert outcome.code in (0, 2)
+    assert "Traceback" not in outcome.out + outcome.err
+    assert snapshot(outside) == before
+
+    is_needed = name in NEEDS[command]
+    if command == "report":  # on the other run, whatever this one holds
         assert outcome.code == 0
-        assert "Traceback" not in outcome.err
-        assert "rope" in out.read_text()
-        return "left out" if f"left out: {theirs}" in outcome.err else "taken"
+        assert "beside" in (tmp_path / "page").read_text()
+    elif outcome.code == 2:
+        assert "error:" in outcome.err
+    elif how in (flip, digit):
+        assert not (is_needed and name in FIGURES)
+    elif how != retype and (how, name) != ("delete", "training.json"):
+        # Deleting the latter makes the run unfinished.
+        assert not is_needed
 
-    try_all(numbers, damaged)
+
+@pytest.fixture
+def reported(straight, tmp_path, monkeypatch):
+    """A folder of runs of ours, and the rows of somebody else's."""
+    monkeypatch.setattr(page, "html", REPORT)
+    shutil.copytree(straight("pe=rope"), tmp_path / "runs" / "mine")
+    frame.save(tmp_path / "theirs.jsonl.gz", [straight("pe=rope", "seed=1")])
+    return tmp_path / "runs", gzip.decompress((tmp_path / "theirs.jsonl.gz").read_bytes())
+
+
+@fuzz(30)
+def test_archives(reported, script, tmp_path, rng):
+    """Whatever somebody else's file of results holds, there is a report on the other runs."""
+    runs, rows = reported
+    damage = rng.choice([retype, retype, retype, digit, flip, truncate])
+    kind = rng.choice(["html", "csv", "md"])
+    note(f"{kind} after {damage}")
+    theirs = tmp_path / "theirs.jsonl.gz"
+    theirs.write_bytes(gzip.compress(damage(rows, rng)))
+    outcome = script(report, f"folders=[{runs},{theirs}]", f"format={kind}", f"out={tmp_path / 'page'}")
+    assert outcome.code == 0
+    assert "Traceback" not in outcome.err
+    assert "rope" in (tmp_path / "page").read_text()
 
 
 # Values as they stand on a command line: of every type, beyond every limit, and what a parser, a path or a terminal may
@@ -250,7 +230,7 @@ def options_in(schema, prefix=""):
         rules = TypeAdapter(Annotated[(field.annotation, field)]).json_schema()
         values = []
         for path in leaves(rules):
-            rule = functools.reduce(operator.getitem, path, rules)
+            rule = inside(rules, path)
             if "imum" in str(path[-1]):  # minimum, exclusiveMaximum, ...
                 values += [rule - 1, rule, rule + 1]
             elif path[-1] == "const" or "enum" in path[:-1]:
@@ -258,10 +238,15 @@ def options_in(schema, prefix=""):
         yield prefix + name, [str(value) for value in values]
 
 
-def options_of_group(group, name, find):
-    """The same of the class that conf/`group`/`name`.yaml names."""
-    config = OmegaConf.load(CONF_DIR / group / f"{name}.yaml")
-    return list(options_in(schema_of(find(config._target_)), f"{group}."))
+def choices(group, text):
+    """The YAML files of a group that hold `text`, with their keys."""
+    values = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(CONF_DIR.glob(f"{group}/*.yaml"))}
+    return {name: list(options) for name, options in values.items() if text in str(options.get("_target_"))}
+
+
+PLAIN = [(key, limits) for key, limits in options_in(Config) if key not in ("pe", "data")]
+ENCODINGS = choices("pe", "model.position")
+SOURCES = choices("data", "data.tasks") | choices("data", "data.text.TextFiles")
 
 
 class Soon(Stop):
@@ -292,115 +277,104 @@ def one_process(trainer, hardware, launch=program.distributed.launch):
     return launch(trainer, hardware)
 
 
-@few_and_many(15)
-def test_options(train, tmp_path, monkeypatch, numbers):
-    """Each key of the schema, and of the classes that conf/pe and conf/data name, with values of every kind."""
+@pytest.fixture
+def quick(train, tmp_path, monkeypatch):
+    """`train`, so that no option makes it take more than a moment; with a pipe that nobody writes to."""
     monkeypatch.setattr(program, "Stop", Soon)
     monkeypatch.setattr(program, "check_memory", affordable)
     monkeypatch.setattr(program.distributed, "launch", one_process)
+    os.mkfifo(tmp_path / "pipe.tiktoken")
+    return train
+
+
+def drawn_arguments(rng, pipe):
+    """A command line with one or two options of odd values, or written in odd ways."""
+    pe = rng.choice([*ENCODINGS])
+    source = rng.choice(["text", "text", *SOURCES])
+    of_groups = [f"pe.{key}" for key in ENCODINGS[pe]] + [f"data.{key}" for key in SOURCES[source]]
+    options = rng.choice([PLAIN, [(key, []) for key in of_groups]])
+    arguments = [f"pe={pe}"] + [f"data={source}"] * (source != "text")
+    for _ in range(rng.randint(1, 2)):
+        key, limits = rng.choice(options)
+        value = rng.choice(ODD + limits * 5).replace("PIPE", str(pipe))
+        word = rng.choice(PLAIN)[0].rpartition(".")[2]
+        section = key.partition(".")[0]
+        arguments.append(rng.choice(FORMS).format(key=key, value=value, word=word, section=section))
+    return arguments
+
+
+@fuzz(15)
+def test_any_option_of_any_value_is_an_error_or_a_run(quick, tmp_path, monkeypatch, rng):
+    """Each key of the schema, and of the classes that conf/pe and conf/data name, with values of every kind."""
     here = tmp_path / "here"
-    pipe = tmp_path / "pipe.tiktoken"
-    os.mkfifo(pipe)
-    plain = [key for key in options_in(Config) if key[0] not in ("pe", "data")]
-    encodings = [path.stem for path in sorted(CONF_DIR.glob("pe/*.yaml")) if "_target_" in path.read_text()]
-    tasks = [path.stem for path in sorted(CONF_DIR.glob("data/*.yaml")) if "data.tasks" in path.read_text()]
+    for old in (quick.runs, here):
+        shutil.rmtree(old, ignore_errors=True)
+    here.mkdir()
+    monkeypatch.chdir(here)
+    arguments = drawn_arguments(rng, tmp_path / "pipe.tiktoken")
+    note(arguments)
 
-    def given_options(rng, tried):
-        shutil.rmtree(train.runs, ignore_errors=True)
-        shutil.rmtree(here, ignore_errors=True)
-        here.mkdir()
-        monkeypatch.chdir(here)
-        pe = rng.choice(encodings)
-        source = rng.choice(["text", "text", *tasks])
-        options = {
-            "plain": lambda: plain,
-            "pe": lambda: options_of_group("pe", pe, encoding_class),
-            "data": lambda: options_of_group("data", source, data_class),
-        }[rng.choice(["plain", "plain", "pe", "data"])]()
-        arguments = [f"pe={pe}"] + [f"data={source}"] * (source != "text")
-        for _ in range(rng.randint(1, 2)):
-            key, limits = rng.choice(options)
-            value = rng.choice(ODD + limits * 5).replace("PIPE", str(pipe))
-            word = rng.choice([key for key, _ in plain]).rpartition(".")[2]
-            form = rng.choice(FORMS)
-            arguments.append(form.format(key=key, value=value, word=word, section=key.partition(".")[0]))
-        tried += arguments
-        outcome = train(*arguments)  # an exception would be a traceback
-        tried.append(outcome)
-        assert outcome.code in (0, 2, STOPPED)
-        assert "Traceback" not in outcome.out + outcome.err
-        assert "\x1b" not in outcome.out + outcome.err
-        assert (outcome.code == 2) == ("error: " in outcome.err)
-        assert {path.name for path in tmp_path.iterdir()} <= {"runs", "cache", "corpus", "here", pipe.name}
-        if not any("runs_dir" in argument or "cache_dir" in argument for argument in arguments):
-            assert not list(here.iterdir())
-        return outcome.code
+    outcome = quick(*arguments)  # an exception would be a traceback
 
-    try_all(numbers, given_options)
+    assert outcome.code in (0, 2, STOPPED)
+    assert "Traceback" not in outcome.out + outcome.err
+    assert "\x1b" not in outcome.out + outcome.err
+    assert (outcome.code == 2) == ("error: " in outcome.err)
+    assert {path.name for path in tmp_path.iterdir()} <= {"runs", "cache", "corpus", "here", "pipe.tiktoken"}
+
+    if not any("runs_dir" in argument or "cache_dir" in argument for argument in arguments):
+        assert not list(here.iterdir())
 
 
 OTHERS = [None, True, -1, 0, 0.5, 3, 2**70, float("nan"), float("inf"), "", "x", "rope", "../up", "\0", b"x"]
 OTHERS += [[], [1], {}, {"name": "rope"}, Path("/dev/null"), object(), torch.zeros(2), torch.device("meta")]
 
 
-class Odd:
-    """Arguments of the Python interface: mostly what is right, else of another type, size, shape, dtype or device."""
-
-    def __init__(self, rng):
-        self.rng = rng
-
-    def __call__(self, *right):
-        """One of these, or rarely anything."""
-        return self.rng.choice([*right] if self.rng.random() < 0.7 else OTHERS)
-
-    def tensor(self, *sizes):
-        """A tensor of these sizes, of which some may be others, of any dtype, on a device or another."""
-        sizes = [self.rng.choice([size] * 20 + [0, 1, size + 1]) for size in sizes]
-        sizes += [3] * (self.rng.random() < 0.03)
-        x = torch.zeros(sizes, device=self.rng.choice(["cpu"] * 20 + ["meta"]))
-        return x.to(self.rng.choice([torch.float32] * 20 + [torch.int64, torch.bfloat16, torch.complex64]))
+def odd(rng, *right):
+    """One of these, or rarely anything."""
+    return rng.choice(right if rng.random() < 0.7 else OTHERS)
 
 
-def calls_of(odd, run, model):
-    """Calls of the interface, by name: each makes its arguments when it is called."""
-    options = odd.rng.choice([{}, {"scale": odd(2.0)}, {"base": odd(500.0)}, {"window": odd(4)}])
-
-    def attend():
-        name = odd.rng.choice(ropewalk.encodings())
-        sizes = {"n_head": odd(2), "head_dim": odd(8), "n_kv_head": odd(None, 1), "dim": odd(None)}
-        pe = ropewalk.encoding(name, **sizes, train_len=odd(16), seed=odd(0), **options)
-        shapes = [(1, heads, 6, pe.head_dim) for heads in (pe.n_head, pe.n_kv_head, pe.n_kv_head)]
-        x = odd.tensor(1, 6, 16) if odd.rng.random() < 0.8 else None
-        out = ropewalk.attend(pe, *[odd.tensor(*shape) for shape in shapes], x, embedded=odd(True))
-        assert out.shape == shapes[0]
-
-    return {
-        "load": lambda: ropewalk.load(odd(run), step=odd(None, 2), pe=odd(None, "yarn"), device=odd("cpu")).logits("a"),
-        "generate": lambda: model.generate(odd("knots"), odd(3), temperature=odd(1.0), seed=odd(1), top_k=odd(None, 2)),
-        "encode": lambda: model.encode(odd("knots")),
-        "logits": lambda: model.logits(odd("knots")),
-        "runs": lambda: ropewalk.runs(odd(run), only=odd("*", ["*"]), exclude=odd("x"), reference=odd("rope")),
-        "curves": lambda: ropewalk.curves(odd(run), only=odd("*"), exclude=odd([])),
-        "attend": attend,
-    }
+def odd_tensor(rng, *sizes):
+    """A tensor of these sizes, of which some may be others, of any dtype, on a device or another."""
+    sizes = [rng.choice([size] * 20 + [0, 1, size + 1]) for size in sizes]
+    sizes += [3] * (rng.random() < 0.03)
+    dtype = rng.choice([torch.float32] * 20 + [torch.int64, torch.bfloat16, torch.complex64])
+    return torch.zeros(sizes, device=rng.choice(["cpu"] * 20 + ["meta"])).to(dtype)
 
 
-@few_and_many(40)
-def test_the_python_interface(straight, numbers):
+def attend(rng):
+    """Build an encoding, and let it attend."""
+    name = rng.choice(ropewalk.encodings())
+    options = rng.choice([{}, {"scale": odd(rng, 2.0)}, {"base": odd(rng, 500.0)}, {"window": odd(rng, 4)}])
+    sizes = {"n_head": odd(rng, 2), "head_dim": odd(rng, 8), "n_kv_head": odd(rng, None, 1), "dim": odd(rng, None)}
+    pe = ropewalk.encoding(name, **sizes, train_len=odd(rng, 16), seed=odd(rng, 0), **options)
+    shapes = [(1, heads, 6, pe.head_dim) for heads in (pe.n_head, pe.n_kv_head, pe.n_kv_head)]
+    q, k, v = (odd_tensor(rng, *shape) for shape in shapes)
+    x = rng.choice([None, odd_tensor(rng, 1, 6, 16)])
+    assert ropewalk.attend(pe, q, k, v, x, embedded=odd(rng, True)).shape == shapes[0]
+
+
+@fuzz(40)
+def test_the_python_interface(straight, rng):
     """Only ValueError or OSError, as its docstrings say; TypeError is Python's for what is no argument at all."""
     run = straight("pe=rope")
     model = ropewalk.load(run)
-
-    def called(rng, tried):
-        calls = calls_of(Odd(rng), run, model)
-        name = rng.choice([*calls, "attend", "attend"])
-        tried.append(name)
-        try:
-            calls[name]()
-        except (ValueError, OSError) as error:
-            tried.append(error)
-
-            return type(error).__name__
-        return "result"
-
-    try_all(numbers, called)
+    calls = {  # what is right for the first argument, and for those with a name
+        ropewalk.load: (run, {"step": [None, 2], "pe": [None, "yarn"], "device": ["cpu"]}),
+        ropewalk.runs: (run, {"only": ["*", ["*"]], "exclude": ["x"], "reference": ["rope"]}),
+        ropewalk.curves: (run, {"only": ["*"], "exclude": [[]]}),
+        model.encode: ("knots", {}),
+        model.logits: ("knots", {}),
+        model.generate: ("knots", {"max_new_tokens": [3], "temperature": [1.0], "seed": [1], "top_k": [None, 2]}),
+    }
+    call = rng.choice([attend, attend, *calls])
+    note(call)
+    try:
+        if call is attend:
+            attend(rng)
+        else:
+            first, named = calls[call]
+            call(odd(rng, first), **{name: odd(rng, *values) for name, values in named.items()})
+    except (ValueError, OSError) as error:
+        note(error)

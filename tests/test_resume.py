@@ -1,18 +1,18 @@
 """A run that ends at any moment and is started again by the same command ends as if nothing had happened."""
 
 import os
+import random
 import shutil
 import signal
-import subprocess
-import sys
+import time
 from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT, rows_of
-from process_helpers import STEP, On, kill, live
+from conftest import rows_of
+from differences import differences
+from process_helpers import STEP, On, kill, live, start
 from safetensors.torch import load_file, save_file
-from soak import differences
 
 from ropewalk.training.checkpoints import steps_in
 from ropewalk.training.stop import INTERRUPTED, STOPPED
@@ -45,33 +45,25 @@ def test_killed_twice(train, straight, options, moments):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)])
-def test_a_signal_stops_after_the_step(train, straight, monkeypatch, number, code):
-    """It comes in the first half of step 5, at which neither a row nor a checkpoint is due."""
+@pytest.mark.parametrize(("call", "step", "rows"), [(9, 5, [1, 3]), (11, 6, [1, 3, 6])], ids=["step 5", "the last"])
+def test_a_signal_stops_after_the_step(train, straight, monkeypatch, number, code, call, step, rows):
+    """It comes in the first half of a step: of the fifth, at which nothing is due, or of the last."""
     options = [*SMALL, "trainer.checkpoint_every=6", "name=stopped"]
-    before = signal.getsignal(number)
+    handler = signal.getsignal(number)
     with monkeypatch.context() as patch:
-        On(STEP, 9, partial(os.kill, os.getpid(), number))(patch.setattr)
+        On(STEP, call, partial(os.kill, os.getpid(), number))(patch.setattr)
         outcome = train(*options)
     assert outcome.code == code
-    assert f"{number.name}: stopped after step 5; rerun the same command to resume" in outcome.out
-    assert signal.getsignal(number) is before
+    assert "rerun the same command to " in outcome.out
+    assert signal.getsignal(number) is handler
+
     stopped = train.runs / "stopped"
-    assert steps_in(stopped / "checkpoints") == [5]
-    assert [row["step"] for row in rows_of(stopped)] == [1, 3]
+    assert steps_in(stopped / "checkpoints") == [step]
+    assert [row["step"] for row in rows_of(stopped)] == rows
+    assert not (stopped / "training.json").exists()  # nothing was measured
+
     assert train(*options).code == 0
     assert differences(stopped, straight(*SMALL)) == []
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, STOPPED), (signal.SIGINT, INTERRUPTED)])
-def test_a_signal_in_the_last_step_stops_before_the_measurements(train, straight, monkeypatch, number, code):
-    with monkeypatch.context() as patch:
-        On(STEP, 11, partial(os.kill, os.getpid(), number))(patch.setattr)
-        assert train(*SMALL, "name=told").code == code
-    run = train.runs / "told"
-    assert steps_in(run / "checkpoints")[-1] == 6
-    assert not (run / "training.json").exists()
-    assert train(*SMALL, "name=told").code == 0
-    assert differences(run, straight(*SMALL)) == []
 
 
 def interrupt_twice() -> None:
@@ -88,65 +80,78 @@ def test_checkpoints_by_the_clock(train):
     assert steps_in(train.runs / "rope-text" / "checkpoints") == [3, 4, 5, 6]
 
 
-def test_checkpoints_beyond_those_to_keep_go_when_a_run_is_resumed(train):
-    """A process that is killed between saving and deleting leaves one more behind."""
-    assert train(*SMALL, "name=many", "trainer.keep_checkpoints=3").code == 0
-    run = train.runs / "many"
+def test_what_killed_writes_left_is_removed(train):
+    """Files as large as the model, and hidden: see `atomic_write`; and a checkpoint beyond those to keep."""
+    options = "pe=rope", "name=left", "eval.lengths=[1]", "eval.variants=[]"
+    assert train(*options, "trainer.keep_checkpoints=3").code == 0
+
+    run = train.runs / "left"
     assert steps_in(run / "checkpoints") == [2, 4, 6]
+
+    left = [run / ".model.safetensors.0a0a0a0a.tmp", run / "evals" / ".lengths.json.0a0a0a0a.tmp"]
+    for path in left:
+        path.touch()
     (run / "training.json").unlink()
-    assert train(*SMALL, "name=many", "trainer.keep_checkpoints=1").code == 0
+    assert train(*options, "trainer.keep_checkpoints=1").code == 0
+    assert not any(path.exists() for path in left)
     assert steps_in(run / "checkpoints") == [6]
 
 
 def test_a_difference_is_found(straight, tmp_path):
+    """Of a bit of a weight, and of a row: the other tests here rely on it."""
     run = shutil.copytree(straight(*SMALL), tmp_path / "run")
     weights = load_file(run / "model.safetensors")
-    name, value = next(iter(weights.items()))
-    value.view(torch.int32).flatten()[-1] ^= 1
+    name = min(weights)
+    weights[name].view(torch.int32).flatten()[-1] ^= 1
     save_file(weights, run / "model.safetensors")
-    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(rows[:-1]))
-    found = differences(run, straight(*SMALL))
-    assert f"model.safetensors/{name}" in found
-    assert {where.partition("/")[0] for where in found} == {"model.safetensors", "metrics.jsonl"}
+    *rows, _ = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(rows))
+    of_rows, of_weights = {}, {}
+    for place in differences(run, straight(*SMALL)):
+        {"metrics.jsonl": of_rows, "model.safetensors": of_weights}[place.split("/")[1]][place] = True
+    assert list(of_weights) == [f"/model.safetensors/{name}"]
+    assert of_rows
 
 
 def test_more_steps_go_on_from_the_end(train):
     assert train(*SMALL, "name=longer").code == 0
+
     outcome = train(*SMALL, "name=longer", "trainer.max_steps=9")
     assert outcome.code == 0, outcome.err
     assert "9 steps instead of 6" in outcome.out
     assert "after step 6" in outcome.out
+
     rows = rows_of(train.runs / "longer")
     assert [row["step"] for row in rows] == [1, 3, 6, 9]
     assert rows[-1]["lr"] == pytest.approx(0.1 * 2e-3)  # the cosine of 9 steps ends here
     assert train(*SMALL, "name=longer", "trainer.max_steps=8").code == 2
 
 
+# What writes: rows, checkpoints, JSON files and weights, all of which are synced and then renamed.
+WRITES = ("ropewalk.app.run_dir:append", "torch:save", "os:fsync", "os:replace")
+
+
 @pytest.mark.slow
-def test_soak(train):
-    """Three kills at random moments; docs/log/soak.md has more."""
-    arguments = [argument for argument in train.complete(*SMALL) if "runs_dir" not in argument]
-    command = [
-        sys.executable,
-        "-m",
-        "tests.soak",
-        "kills=3",
-        *arguments,
-        "trainer.max_steps=300",
-        "trainer.log_every=7",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "compared with one left alone, 0 different" in done.stdout
-
-
-def test_what_killed_writes_left_is_removed(train):
-    """As large as the model, and hidden: see `atomic_write`."""
-    assert train("pe=rope", "name=left", "trainer.max_steps=1").code == 0
-    run = train.runs / "left"
-    left = [run / ".model.safetensors.0a0a0a0a.tmp", run / "evals" / ".lengths.json.0a0a0a0a.tmp"]
-    for path in left:
-        path.touch()
-    assert train("pe=rope", "name=left", "trainer.max_steps=2").code == 0
-    assert not any(path.exists() for path in left)
+@pytest.mark.timeout(0)
+def test_soak(train, straight):
+    """Kills at random moments, a quarter of them just before a write; ROPEWALK_SOAK=50 does so 50 times."""
+    rng = random.Random(0)
+    options = [*SMALL, "trainer.max_steps=300", "trainer.log_every=7"]
+    began = time.monotonic()
+    expected = straight(*options)
+    seconds = time.monotonic() - began
+    name = 0
+    for _ in range(int(os.environ.get("ROPEWALK_SOAK", 3))):
+        before_a_write = On(rng.choice(WRITES), rng.randint(1, 12), kill) if rng.random() < 0.25 else None
+        process = start(train.complete(*options, f"name={name}"), before_a_write)
+        process.join(rng.uniform(0, seconds))
+        process.kill()
+        process.join()
+        if process.exitcode == 0:  # the end came before the kill
+            name += 1
+    while name >= 0:
+        assert train(*options, f"name={name}").code == 0
+        run = train.runs / str(name)
+        assert differences(run, expected) == []
+        assert not list(run.rglob(".*"))
+        name -= 1

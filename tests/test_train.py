@@ -16,7 +16,7 @@ from ropewalk.evaluation.results import load_all
 from ropewalk.report import page
 
 
-def numbers(run: Path, name: str) -> dict:
+def read(run: Path, name: str) -> dict:
     return json.loads((run / name).read_text())
 
 
@@ -25,26 +25,34 @@ def test_the_files_of_a_run(train, monkeypatch):
     monkeypatch.setattr(page, "html", REPORT)
     outcome = train("pe=yarn")
     assert outcome.code == 0, outcome.err
+
     run = train.runs / "yarn-text"
-    assert f"to look at: {run}/report.html" in outcome.out
-    assert (run / "report.html").stat().st_size > 10_000
+
     config = yaml.safe_load((run / "config.yaml").read_text())
-    assert (config["trainer"]["max_steps"], config["pe"]["original_len"]) == (6, 16)  # the second is resolved
-    assert [start["torch"] for start in numbers(run, "environment.json")["starts"]] == [torch.__version__]
-    assert numbers(run, "data.json")["tokenizer"]
+    assert config["trainer"]["max_steps"] == 6
+    assert config["pe"]["original_len"] == 16  # resolved
+
+    (start,) = read(run, "environment.json")["starts"]
+    assert start["torch"] == torch.__version__
+    assert read(run, "data.json")["tokenizer"]
 
     rows = rows_of(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]  # log_every=2, val_every=3
     assert [row["step"] for row in rows if "val/loss" in row] == [3, 6]
     assert set(rows[0]) == {"step", "tokens", "train/loss", "lr", "grad_norm"}
-    assert [row["tokens"] for row in rows] == [64 * row["step"] for row in rows]
+    assert rows[-1]["tokens"] == 6 * 64
 
-    measured = {e.variant.label: [m.length for m in e.measured] for e in load_all(run)}
     lengths = [8, 16, 32, 64, 128]
+    measured = {e.variant.label: [m.length for m in e.measured] for e in load_all(run)}
     assert measured == {"yarn at scale 1": lengths, "yarn at scale 4": lengths}
-    training = numbers(run, "training.json")
-    assert (training["tokens"], training["validation"]["loss"]) == (6 * 64, rows[-1]["val/loss"])
+
+    training = read(run, "training.json")
+    assert training["tokens"] == 6 * 64
+    assert training["validation"]["loss"] == rows[-1]["val/loss"]
     assert min(training["tokens_per_s"], training["peak_memory_mb"]) > 0
+
+    assert f"to look at: {run}/report.html" in outcome.out
+    assert (run / "report.html").stat().st_size > 10_000
 
 
 def test_a_complete_run_trains_nothing(train, monkeypatch):
@@ -56,6 +64,7 @@ def test_a_complete_run_trains_nothing(train, monkeypatch):
     assert again.code == 0
     assert "is complete" in again.out
     assert "bits per byte" in again.out
+
     (run / "report.html").unlink()  # made anew
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*.*")} == before
 
@@ -63,11 +72,12 @@ def test_a_complete_run_trains_nothing(train, monkeypatch):
 def test_of_a_complete_run_what_is_new_is_measured(train):
     train("pe=rope")
     run = train.runs / "rope-text"
-    new_lengths = "eval.lengths=[1,3]"
-    assert "(3x)" in train("pe=rope", new_lengths).out
+    assert "(3x)" in train("pe=rope", "eval.lengths=[1,3]").out
+
     train("pe=rope", "trainer.max_steps=8")
-    train("pe=rope", "trainer.max_steps=8", new_lengths)  # measured of fewer steps alone
+    train("pe=rope", "trainer.max_steps=8", "eval.lengths=[1,3]")  # measured of fewer steps alone
     assert {e.step for e in load_all(run) if e.eval.get("lengths") == [16, 48]} == {6, 8}
+
     shutil.rmtree(run / "checkpoints")  # then it is not trained anew
     without = train("pe=rope", "trainer.max_steps=8", "eval.lengths=[1]")
     assert "scripts/evaluate.py measures a trained model" in without.err
@@ -77,28 +87,30 @@ def test_of_a_complete_run_what_is_new_is_measured(train):
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("32", torch.float32)])
 def test_validation_computes_as_training_does(train, monkeypatch, precision, dtype):
     """In the run's own arithmetic: bf16 products give another loss than fp32."""
-    seen = set()
+    used = set()
     forward = torch.nn.Linear.forward
 
     def look(self, x):
         out = forward(self, x)
-        seen.add((torch.is_grad_enabled(), out.dtype))
+        used.add((torch.is_grad_enabled(), out.dtype))
         return out
 
     monkeypatch.setattr(torch.nn.Linear, "forward", look)
     assert train("pe=rope", f"trainer.precision={precision}").code == 0
-    assert seen == {(True, dtype), (False, dtype)}
+    assert used == {(True, dtype), (False, dtype)}
 
 
 @pytest.fixture
 def compile_with(monkeypatch):
     """`compile_with(backend)` lets the networks be compiled by it, without code generation."""
     compile = torch.compile
+
+    def use(backend):
+        monkeypatch.setattr(torch, "compile", lambda *args, **options: compile(*args, **options | {"backend": backend}))
+
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=8):
-        yield lambda backend: monkeypatch.setattr(
-            torch, "compile", lambda *args, **options: compile(*args, **options | {"backend": backend})
-        )
+        yield use
     torch._dynamo.reset()
 
 
@@ -111,6 +123,7 @@ STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 2, train_len: 8, pe: {window
         (3 + 2, ["pe=t5", "trainer.precision=bf16-mixed", "trainer.checkpointing=true", STAGES]),
         (2 + 1, ["pe=gemma3", "model.n_layer=7"]),
     ],
+    ids=["stages", "two kinds of layers"],
 )
 def test_layers_of_a_kind_are_compiled_once(train, compile_with, graphs, options):
     """In each stage, and the loss for each length; what is evaluated needs no graph."""
@@ -118,18 +131,6 @@ def test_layers_of_a_kind_are_compiled_once(train, compile_with, graphs, options
     compile_with(counter)
     assert train("trainer.compile=true", *options).code == 0
     assert counter.frame_count == graphs
-
-
-def test_a_stage_is_the_beginning_of_a_run_of_its_length(train):
-    """Bit for bit: of one with as many tokens in a step. Then its length and encoding are others."""
-    short = ["train_len=8", "trainer.batch_size=8", "pe.base=500", "eval.lengths=[1]"]
-    stage = ["train_len=16", "trainer.batch_size=4", "stages=[{steps: 3, train_len: 8, pe: {base: 500}}]"]
-    rows = []
-    for options in (short, stage):
-        assert train("pe=rope", "trainer.log_every=1", "trainer.val_every=6", *options, "overwrite=true").code == 0
-        rows.append(rows_of(train.runs / "rope-text"))
-    assert rows[0][:3] == rows[1][:3]
-    assert rows[0][3]["train/loss"] != rows[1][3]["train/loss"]
 
 
 def test_a_compiler_that_fails_is_explained(train, compile_with):
@@ -143,7 +144,20 @@ def test_a_compiler_that_fails_is_explained(train, compile_with):
     assert "trainer.compile=false" in outcome.err
 
 
-def test_in_bf16(train):
+def test_a_stage_is_the_beginning_of_a_run_of_its_length(train):
+    """Bit for bit: of one with as many tokens in a step. Then its length and encoding are others."""
+    short = ["train_len=8", "trainer.batch_size=8", "pe.base=500"]
+    staged = ["train_len=16", "trainer.batch_size=4", "stages=[{steps: 3, train_len: 8, pe: {base: 500}}]"]
+    rows = {}
+    for name, options in {"short": short, "staged": staged}.items():
+        each = ["trainer.log_every=1", "trainer.val_every=6", "eval.lengths=[1]", f"name={name}"]
+        assert train("pe=rope", *each, *options).code == 0
+        rows[name] = rows_of(train.runs / name)
+    assert rows["short"][:3] == rows["staged"][:3]
+    assert rows["short"][3]["train/loss"] != rows["staged"][3]["train/loss"]
+
+
+def test_training_in_bf16_lowers_the_loss(train):
     outcome = train("pe=t5", "trainer.precision=bf16-true", "trainer.max_steps=30", "optim.lr=0.01", "eval.lengths=[1]")
     assert outcome.code == 0, outcome.err
     losses = [row["train/loss"] for row in rows_of(train.runs / "t5-text")]

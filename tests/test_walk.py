@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib import import_module
 
+import pytest
 import torch
 import transformers
 from conftest import ROOT, outcome_of, write_knots
@@ -24,7 +25,8 @@ def commands(folder, *options: str) -> list[list[str]]:
     return [said.split("\n") for said in (folder / "said").read_text().removesuffix("\n\n").split("\n\n")]
 
 
-def test_the_walk(tmp_path, monkeypatch, capfd):
+@pytest.mark.long
+def test_the_commands_of_the_walk_end_with_the_same_model_in_transformers(tmp_path, monkeypatch, capfd):
     options = [
         "data=text", f"data.files={write_knots(tmp_path / 'corpus')}/*.txt", f"data.cache_dir={tmp_path}/prepared",
         "data.val_fraction=0.3", "model.n_layer=1", "model.dim=32", "model.n_head=2", "trainer.accelerator=cpu",
@@ -41,8 +43,10 @@ def test_the_walk(tmp_path, monkeypatch, capfd):
     zero_shot = {"linear at scale 4", "ntk at scale 4", "yarn at scale 4"}
     assert {e.variant.label for e in load_all(rope)} == zero_shot | {"rope", "yarn at scale 8"}
     assert {e.kind for e in load_all(yarn)} == {"lengths", "ruler"}
+
     net = serialization.load(yarn)
     assert scales_of(net.encodings) == (4.0,)
+
     idx = torch.randint(net.vocab_size, (2, 192), generator=torch.Generator().manual_seed(0))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "walk-hf")
     torch.testing.assert_close(theirs(idx).logits, net(idx), rtol=1e-5, atol=1e-5)

@@ -20,19 +20,24 @@ CHOICES = [(path.parent.name, path.stem) for path in sorted((ROOT / "conf").glob
 values_of = functools.cache(train_values)  # composing takes long
 
 
+def size_of(cfg, vocab_size, train_len) -> int:
+    with torch.device("meta"):
+        net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size, train_len=train_len)
+    return n_parameters(net)["total"]
+
+
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_yaml_composes_and_builds(group, choice):
+    """What is resolved has nothing left to choose: a network that takes over the weights chooses no other value."""
     values = values_of(f"{group}={choice}", *REQUIRED.get(choice, []))
     cfg = resolve(values)
     if group in ("pe", "data"):
         assert values[group]["name"] == choice
-    with torch.device("meta"):
-        net = GPT(cfg.model, cfg.pe, vocab_size=257, train_len=cfg.train_len)
-    assert n_parameters(net)["total"] > 0
+    assert size_of(cfg, 257, cfg.train_len) > 0
+
     written = yaml.safe_load(yaml.safe_dump(cfg.model_dump()))  # as in a run directory
     assert check(written) == cfg
-    # Nothing is left to choose in what is recorded: else a network that takes over the weights would choose another
-    # value at another length.
+
     longer = check(values | {"train_len": 2 * cfg.train_len, "pe": cfg.pe, "stages": []})
     assert longer.pe == cfg.pe
 
@@ -41,9 +46,7 @@ def test_every_yaml_composes_and_builds(group, choice):
 @pytest.mark.parametrize(("preset", "vocab", "size"), [("tiny", 257, 0.82e6), ("small", 50257, 123.6e6)])
 def test_presets_have_the_sizes_they_claim(preset, vocab, size):
     cfg = check(train_values(f"model={preset}", "pe=nope"))
-    with torch.device("meta"):
-        net = GPT(cfg.model, cfg.pe, vocab_size=vocab, train_len=1024)
-    assert n_parameters(net)["total"] == pytest.approx(size, rel=0.002)
+    assert size_of(cfg, vocab, 1024) == pytest.approx(size, rel=0.002)
 
 
 def mutated(values: dict, key: str, change) -> dict:
@@ -58,18 +61,21 @@ def add_a_letter(section: dict, word: str) -> None:
     section[word + "z"] = section[word]
 
 
+def make_a_mapping(section: dict, word: str) -> None:
+    section[word] = {"a": "mapping"}
+
+
 OPTIONS = [(group, name) for group, name in CHOICES if group == "data" or (group == "pe" and name in ENCODINGS)]
 OPTIONS.remove(("pe", "hybrid"))  # another word beside the parts of a pattern is another part
 
 
 @pytest.mark.parametrize(("group", "choice"), OPTIONS)
 def test_a_letter_too_many_in_an_option_is_found(group, choice):
-    """Of the first key of a class and of the last: the same code looks at all of them."""
     values = values_of(f"{group}={choice}", *REQUIRED.get(choice, []))
-    keys = [f"{group}.{key}" for key in values[group] if key != "_target_"]
-    for key in (keys[0], keys[-1]):
-        with pytest.raises(ValueError, match=f"{key}z: there is no such key; did you mean {key}"):
-            check(mutated(values, key, add_a_letter))
+    *_, last = values[group]  # the same code looks at all of them
+    key = f"{group}.{last}"
+    with pytest.raises(ValueError, match=f"{key}z: there is no such key; did you mean {key}"):
+        check(mutated(values, key, add_a_letter))
 
 
 def test_a_letter_too_many_in_any_other_key_is_found():
@@ -82,9 +88,8 @@ def test_a_letter_too_many_in_any_other_key_is_found():
 def test_a_value_of_another_type_is_found():
     values = train_values("logger=wandb", "pe=yarn")
     for key in flatten(values):
-        wrong = mutated(values, key, lambda section, last: section.update({last: {"a": "mapping"}}))
         with pytest.raises(ValueError, match=key):
-            check(wrong)
+            check(mutated(values, key, make_a_mapping))
 
 
 def test_several_mistakes_are_reported_at_once():
@@ -110,6 +115,7 @@ def test_variants_are_resolved():
     """A RoPE is never without one; the longest of eval.lengths decides a scale that is not given."""
     assert [pe["name"] for pe in resolve(train_values()).eval.variants] == ["yarn"]
     assert resolve(train_values("pe=alibi")).eval.variants == []
+
     cfg = resolve(train_values("pe.base=500", "pe.window=64", "eval.variants=[linear,{pe:ntk,scale:2}]"))
     linear, ntk = cfg.eval.variants
     assert (linear["name"], linear["base"], linear["window"], linear["scale"]) == ("linear", 500.0, 64, 8.0)

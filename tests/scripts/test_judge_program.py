@@ -25,17 +25,20 @@ def test_a_try_trains_what_is_missing_and_ends_with_one_line_and_a_file(judge, t
     line = said.out.splitlines()[-1]
     assert line.startswith("alibi against rope: 4x or cut "), said.err
     assert line.endswith(f"; bits per byte; 2 seeds; try 1 of {train.runs}: intervals for 1")
+
     (file,) = (train.runs / "verdicts").glob("*.json")
     verdict = json.loads(file.read_text())
     assert verdict["sentence"] == line
     assert said.code == {"better": 0, "not separated": 3, "worse": 4}[verdict["verdict"]]
     assert (verdict["seeds"], verdict["decided_by"], len(verdict["runs"])) == ([0, 1], "4x or cut", 4)
+
     runs = runs_of(train.runs)
     assert sorted(runs) == sorted(verdict["runs"])
 
     # The same again, and a reading, whose network is trained like RoPE's.
     again = judge("pe=alibi", "format=json")
     assert json.loads(again.out.splitlines()[-1]) == verdict
+
     reading = judge("pe=ntk", "pe.scale=4").out.splitlines()[-1]
     assert reading.startswith("ntk against rope: ")
     assert "1x +0.000 ± 0.000 (not separated)" in reading

@@ -16,15 +16,15 @@ from scripts import sample as program
 
 
 @pytest.fixture
-def sample(script):
-    """`sample("run=...", ...)` runs the script's command line within this process."""
-    return partial(script, program)
-
-
-@pytest.fixture
 def trained(straight):
     """`trained("pe=rope", ...)` is a run of two steps."""
     return partial(straight, "eval.lengths=[1]", "eval.variants=[]", "trainer.max_steps=2")
+
+
+@pytest.fixture
+def sample(script, trained):
+    """`sample("prompt=a", ...)` is what the script says of a run with RoPE, or of another `run`."""
+    return lambda *arguments, run=None: script(program, f"run={run or trained('pe=rope')}", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,11 @@ def test_the_text_of_the_most_probable_tokens(trained, sample, training, reader,
     """Past the trained length, where a scaled encoding reads at its scale; without a cache the tokens are the same."""
     run = trained(*training)
     options = [f"pe={reader}"] if reader else []
-    said = sample(f"run={run}", f"prompt='{prompt}'", "max_new_tokens=30", "temperature=0", *options)
+    said = sample(f"prompt='{prompt}'", "max_new_tokens=30", "temperature=0", *options, run=run)
     assert said.code == 0, said.err
-    pe = reader and pe_options(reader, base=99.0)
-    net, data = serialization.load(run, pe=pe), build_data(read_config(run)["data"])
+
+    net = serialization.load(run, pe=reader and pe_options(reader, base=99.0))
+    data = build_data(read_config(run)["data"])
     ids = data.encode(prompt)
     encodings = for_length(net.encodings, len(ids) + 30, net.train_len)
     for _ in range(30):
@@ -48,47 +49,45 @@ def test_the_text_of_the_most_probable_tokens(trained, sample, training, reader,
     assert said.out == data.decode(ids)
 
 
-def test_one_seed_is_one_text(trained, sample):
-    options = [f"run={trained('pe=rope')}", "prompt=a", "max_new_tokens=20", "top_k=200", "top_p=0.99"]
+def test_one_seed_is_one_text(sample):
+    options = ["prompt=a", "max_new_tokens=20", "top_k=200", "top_p=0.99"]
     first, again, other = (sample(*options, f"seed={seed}").out for seed in (1, 1, 2))
     assert first == again != other
     assert sample(*options, "temperature=0").out == sample(*options, "temperature=1e-308").out
 
 
 @pytest.mark.parametrize(("wrong", "message"), [("prompt=", "prompt"), ("top_p=0", "top_p=0"), ("step=9", "step 9")])
-def test_mistakes(trained, sample, wrong, message):
-    said = sample(f"run={trained('pe=rope')}", "prompt=a", wrong)
+def test_a_wrong_option_is_named_and_nothing_printed(sample, wrong, message):
+    said = sample("prompt=a", wrong)
     assert (said.code, said.out) == (2, "")
     assert message in said.err
 
 
-def test_a_terminal_gets_no_control_characters(trained, sample, monkeypatch):
+def test_a_terminal_gets_no_control_characters(sample, monkeypatch):
     """A model may write them, as one of bytes does, and a prompt may have them; a file gets the text as it is."""
-    options = [f"run={trained('pe=rope')}", "prompt='\x1b[31ma'", "max_new_tokens=200", "temperature=2"]
+    options = ["prompt='\x1b[31ma'", "max_new_tokens=200", "temperature=2"]
     assert sample(*options).out.startswith("\x1b[31ma")
+
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     shown = sample(*options).out
     assert shown.startswith("\\x1b[31ma")
     assert all(character.isprintable() or character in "\n\t" for character in shown)
 
 
-def test_a_prompt_of_any_text(trained, sample, monkeypatch, tmp_path):
+def test_a_prompt_of_any_text(sample, monkeypatch, tmp_path):
     """A file, a pipe, or in the quotes that the message proposes."""
-    options = [f"run={trained('pe=rope')}", "max_new_tokens=2"]
     text = "it (is) a=1, [2]\n"
     (tmp_path / "prompt.txt").write_text(text)
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     for prompt in (f"prompt=@{tmp_path}/prompt.txt", "prompt=-"):
-        said = sample(*options, prompt)
-        assert said.out.startswith(text), said.err
-    refused = sample(*options, "prompt=def main(").err
+        assert sample("max_new_tokens=2", prompt).out.startswith(text)
+    refused = sample("prompt=def main(").err
     (argument,) = shlex.split(refused.splitlines()[0].rpartition(": ")[2])
-    assert sample(*options, argument).out.startswith("def main(")
+    assert sample("max_new_tokens=2", argument).out.startswith("def main(")
 
 
-def test_several_runs(trained, sample, tmp_path):
+def test_several_runs_write_one_after_the_other(sample, tmp_path):
     """Also with a text beyond what the model was trained to read, of which it warns."""
-    options = "prompt=a", "max_new_tokens=20", f"hydra.sweep.dir={tmp_path}"
-    said = sample("-m", f"run={trained('pe=rope')}", "pe=rope,rerope", *options)
+    said = sample("-m", "pe=rope,rerope", "prompt=a", "max_new_tokens=20", f"hydra.sweep.dir={tmp_path}")
     assert said.code == 0, said.err
     assert said.err.count("warning: 21 tokens, and the model has learned to read 16\n") == 1

@@ -88,7 +88,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("line", "message"), CASES, ids=[line[:60] for line, _ in CASES])
-def test_mistake(train, line, message):
+def test_a_mistake_on_the_command_line_is_named_and_nothing_written(train, line, message):
     outcome = train(*([line] if "\n" in line else line.split()))
     assert outcome.code == 2
     assert message in outcome.err
@@ -168,6 +168,7 @@ def test_help_says_what_each_key_means(script, tmp_path):
     (tmp_path / "pe" / "mine.yaml").write_text("defaults: [rope, _self_]\nbase: 5.0 # my own base\n")
     outcome = script(program, "--config-dir", tmp_path, "pe=mine", "--help")
     assert outcome.code == 0
+
     lines = [line.split(maxsplit=1) for line in outcome.out.splitlines() if "=" in line and line.startswith("  ")]
     meanings = {setting.partition("=")[0]: "".join(meaning) for setting, *meaning in lines}
     assert meanings["pe.base"] == "my own base"
@@ -196,6 +197,7 @@ def without(name: str, program: str, *arguments: str) -> subprocess.CompletedPro
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", ["train", *(f"scripts/{name}" for name in START_AT_ONCE)])
 def test_a_misspelt_key_is_answered_without_importing_pytorch(program):
     """That takes seconds."""
@@ -204,14 +206,16 @@ def test_a_misspelt_key_is_answered_without_importing_pytorch(program):
     assert "keyz: there is no such key" in done.stderr
 
 
-def test_outside_of_the_environment():
+@pytest.mark.long
+def test_a_missing_package_is_named_without_a_traceback():
     done = without("hydra", "scripts/sample.py")
     assert done.returncode == 1
     assert "hydra is not installed here" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_silence_if_nobody_reads():
+@pytest.mark.long
+def test_a_pipe_that_is_closed_early_is_no_error():
     command = f"'{sys.executable}' train.py --help | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith("Train a small GPT")

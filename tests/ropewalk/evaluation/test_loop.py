@@ -21,19 +21,20 @@ from ropewalk.training.hardware import Hardware
 
 TOKEN_BYTES = torch.arange(50) % 4
 TRAIN_LEN = 32
+LENGTHS = [TRAIN_LEN, 2 * TRAIN_LEN, 4 * TRAIN_LEN]
 DATA = Texts(np.random.default_rng(0).integers(0, 50, (5, 4 * TRAIN_LEN + 1)))
 DATA.token_bytes = TOKEN_BYTES
 CPU = Hardware("cpu", "32-true", compile=False)
 
 
-def config(pe="rope", **evaluation):
+def config(pe=None, lengths=LENGTHS, target_tokens=8, **evaluation):
     options = {"lengths": [1, 2, 4], "sequences": 5, "by_position": False, "far_copies": False, "variants": []}
     return SimpleNamespace(
         seed=0,
-        pe=pe_options(pe) if isinstance(pe, str) else pe,
+        pe=pe or pe_options("rope"),
         train_len=TRAIN_LEN,
-        lengths=[TRAIN_LEN, 2 * TRAIN_LEN, 4 * TRAIN_LEN],
-        target_tokens=8,
+        lengths=lengths,
+        target_tokens=target_tokens,
         trainer=SimpleNamespace(val_tokens=96),
         eval=SimpleNamespace(**options | evaluation),
     )
@@ -47,7 +48,7 @@ def measure(tmp_path):
 
 
 def losses_of(net, part):
-    """The loss of each target of some texts, in nats."""
+    """The loss of each target of some texts, in nats, and the targets."""
     x, y = part.batch(0, part.n)
     with torch.no_grad():
         return F.cross_entropy(net(x).transpose(1, 2), y, reduction="none").double(), y
@@ -56,6 +57,7 @@ def losses_of(net, part):
 def test_validation_leaves_tokens_without_bytes_out_of_the_bits():
     net = build_gpt("rope")
     validation = loop.validate(net, DATA, config())
+
     losses, y = losses_of(net, DATA.validation(TRAIN_LEN, 96))
     bytes_of_target = TOKEN_BYTES[y]
     bits = losses[bytes_of_target > 0].sum() / math.log(2)
@@ -68,31 +70,31 @@ def test_loss_by_position_keeps_texts_apart(monkeypatch, measure):
     net = build_gpt("rope")
     monkeypatch.setattr(lengths, "BINS", 8)
     _, by_position = measure(net, config(by_position=True))
+
     losses, _ = losses_of(net, DATA.part(128, 128))
     for start, measured in zip(range(0, 128, 16), by_position.measured, strict=True):
         assert measured.span == (start, start + 15)
         np.testing.assert_allclose(measured.nats, losses[:, start : start + 16].sum(1), rtol=1e-5)
 
 
+def by_what_it_sees(seen):
+    """Odds with which the loss of every token falls by a bit with each doubling of the text before it."""
+    odds = np.full(51, len(seen) / 10**4)
+    odds[50] = 1 - odds[:50].sum()  # no text has this token
+    return odds
+
+
 @pytest.mark.parametrize(("sees", "gain"), [(TRAIN_LEN, 0.0), (4 * TRAIN_LEN, 2.0)])
-def test_rows_have_their_context(sees, gain):
-    """Of a predictor whose loss falls by a bit with each doubling of what it sees."""
-    lengths_of = [TRAIN_LEN // 2, TRAIN_LEN, 2 * TRAIN_LEN, 4 * TRAIN_LEN]
+def test_rows_have_the_context_that_the_heading_states(sees, gain):
+    lengths_of = [TRAIN_LEN // 2, *LENGTHS]
     options = SimpleNamespace(target_tokens=None)
     target_tokens = Config.target_tokens.fget(SimpleNamespace(eval=options, lengths=lengths_of))
-
-    def predict(seen):
-        odds = np.full(51, len(seen) / 10**4)
-        odds[50] = 1 - odds[:50].sum()  # no text has this token
-        return odds
-
-    cfg = SimpleNamespace(lengths=lengths_of, target_tokens=target_tokens, eval=SimpleNamespace(sequences=3))
-    results = results_of(lengths.lengths(DATA, cfg), Planted(predict, sees))
-    means = [sum(result.nats) / sum(result.tokens) / math.log(2) for result in results]
-    for length, mean in zip(lengths_of, means, strict=True):
-        fewest_read = length - target_tokens + 1  # as the table's heading states
-        assert mean <= math.log2(10**4 / min(fewest_read, sees)) + 1e-6
-        assert mean >= math.log2(10**4 / min(length, sees)) - 1e-6
+    cfg = config(lengths=lengths_of, target_tokens=target_tokens)
+    means = []
+    for m in results_of(lengths.lengths(DATA, cfg), Planted(by_what_it_sees, sees)):
+        means.append(sum(m.nats) / sum(m.tokens) / math.log(2))
+        least, most = m.length - target_tokens + 1, m.length
+        assert math.log2(10**4 / min(most, sees)) - 1e-6 <= means[-1] <= math.log2(10**4 / min(least, sees)) + 1e-6
     assert means[1] - means[-1] == pytest.approx(gain, abs=0.2)
 
 
@@ -104,8 +106,10 @@ def test_every_variant_on_the_same_texts(measure):
     """RoPE's weights as trained and as YaRN; the run's own encoding among the variants is not measured twice."""
     net = build_gpt("rope", init_std=0.3)
     variants = [pe_options("yarn", scale=4.0), pe_options("rope"), pe_options("rerope")]
-    as_rope, as_yarn, as_rerope = evaluations = measure(net, config(variants=variants))
+    evaluations = measure(net, config(variants=variants))
     assert labels(evaluations) == [("rope", 1.0, False), ("yarn at scale 4", 4.0, True), ("rerope", math.inf, True)]
+
+    as_rope, as_yarn, as_rerope = evaluations
     assert as_rope.eval == as_yarn.eval == as_rerope.eval
 
     trained_as_yarn = build_gpt("yarn", pe={"scale": 4.0, "train_scale": 4.0}, init_std=0.3)
@@ -148,7 +152,5 @@ def test_a_plan_says_how_many_tokens_are_read(name):
 
 @pytest.mark.parametrize("asked", [["length"], ["far_copies"]])
 def test_measures_that_cannot_be_made_are_named(asked):
-    cfg = config()
-    cfg.lengths = [TRAIN_LEN]
     with pytest.raises(ValueError, match=rf"measures: .*{asked[0]}"):
-        loop.plans(DATA, cfg, asked)
+        loop.plans(DATA, config(lengths=[TRAIN_LEN]), asked)

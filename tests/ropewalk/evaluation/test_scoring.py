@@ -18,17 +18,16 @@ DATA = Texts(np.random.default_rng(0).integers(0, 50, (5, 129)))
 
 
 def brute_force(net, part):
-    """Sums over the scored targets with bytes of each text, from float64 logits of each text alone."""
-    x, y = part.batch(0, part.n)
+    """[nats, tokens, bytes, errors] of each text over its scored targets with bytes, each read alone in float64."""
     net = net.double().requires_grad_(False)
     sums = np.zeros((4, part.n))
     for i in range(part.n):
-        probabilities = net(x[i : i + 1])[0, :, : net.vocab_size].softmax(-1)
-        for t, target in enumerate(y[i].tolist()):
+        x, y = part.batch(i, i + 1)
+        probabilities = net(x)[0, :, : net.vocab_size].softmax(-1)
+        for p, target in zip(probabilities, y[0].tolist(), strict=True):
             if target != IGNORE_INDEX and TOKEN_BYTES[target]:
-                nats = -math.log(probabilities[t, target])
-                is_wrong = bool(probabilities[t, target] < probabilities[t].max())
-                sums[:, i] += (nats, 1, int(TOKEN_BYTES[target]), is_wrong)
+                is_wrong = bool(p[target] < p.max())
+                sums[:, i] += (-math.log(p[target]), 1, int(TOKEN_BYTES[target]), is_wrong)
     return sums
 
 
@@ -38,8 +37,8 @@ def test_sums_equal_brute_force(encoding):
     sums = Scorer(build_gpt(encoding), token_bytes=TOKEN_BYTES)(part)
     nats, *counts = brute_force(build_gpt(encoding), part)
     np.testing.assert_allclose(sums.nats[:, 0], nats, rtol=1e-5)
-    for found, expected in zip(sums[1:], counts, strict=True):
-        np.testing.assert_array_equal(found[:, 0], expected)
+    for count, expected in zip(sums[1:], counts, strict=True):
+        np.testing.assert_array_equal(count[:, 0], expected)
 
 
 @pytest.mark.parametrize("budget", [1, 70, 4096])
@@ -56,11 +55,11 @@ def test_batches_and_pieces_of_logits_change_nothing(monkeypatch, budget):
 def test_texts_grouped_in_two_ways_are_read_once():
     net = Planted(lambda seen: np.full(50, 1 / 50))
     part = DATA.part(32, 32)
-    thirds = (torch.arange(32) // 12).expand(5, 32)
-    some = (torch.arange(32) % 3 - 1).expand(5, 32)  # -1: not scored
+    position = torch.arange(32)
     score = Scorer(net, token_bytes=TOKEN_BYTES)
-    for groups, sizes in ((some, [11, 10]), (thirds, [12, 12, 8])):
-        sums = score(part, groups, len(sizes))
+    # Two of three tokens by turns come first (-1 is not scored): the thirds need losses that these did not.
+    for groups, sizes in ((position % 3 - 1, [11, 10]), (position // 12, [12, 12, 8])):
+        sums = score(part, groups.expand(5, 32), len(sizes))
         assert sums.tokens.tolist() == [sizes] * 5
         np.testing.assert_allclose(sums.nats, math.log(50) * sums.tokens, rtol=1e-5)
     assert len(net.read) == 5

@@ -147,6 +147,7 @@ def test_export_overwrites_nothing(run, tmp_path):
     with pytest.raises(ValueError, match="scale=8"):
         export(run, tmp_path / "new", scale=8.0)
     assert not (tmp_path / "new").exists()
+
     (tmp_path / "empty").mkdir()
     export(run, tmp_path / "empty")
 
@@ -198,6 +199,7 @@ def test_an_older_version_computes_the_same_or_refuses(tmp_path):
     subprocess.run(python, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.environ["OLDER_TRANSFORMERS"]}, check=True)
     read = [folder for folder in logits if (folder / "logits.pt").exists()]
     assert len(read) > len(EXPORTS) / 2
+
     for folder in read:
         torch.testing.assert_close(
             torch.load(folder / "logits.pt"), logits[folder], rtol=1e-4, atol=1e-4, msg=str(folder)

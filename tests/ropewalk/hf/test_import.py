@@ -112,6 +112,7 @@ def test_buffers_of_old_files_are_no_weights(prefix, tmp_path):
 
     damage(tmp_path, rename)
     assert_same_logits(network(read_model(tmp_path)), model, TOKENS)
+
     damage(tmp_path, lambda weights: weights.update({f"{prefix}h.0.attn.extra": torch.ones(2)}))
     with pytest.raises(ValueError, match=r"h\.0\.attn\.extra"):
         read_model(tmp_path).state_dict()
@@ -126,9 +127,11 @@ def test_code_and_pickles_of_a_folder_never_run(tmp_path):
     auto = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
     edit(tmp_path, auto_map=auto, attn_implementation="evil/kernel", _attn_implementation="evil/kernel")
     assert_same_logits(network(read_model(tmp_path)), model, TOKENS)
+
     edit(tmp_path, transformers_weights="pytorch_model.bin")
     with pytest.raises(ValueError, match="transformers_weights"):
         read_model(tmp_path)
+
     edit(tmp_path, transformers_weights=...)
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="must be complete, and safetensors"):
@@ -160,8 +163,10 @@ def test_a_folder_of_the_hubs_cache_is_read_through_its_links(tmp_path):
         path.rename(blobs / f"hash of {path.name}")
         path.symlink_to(f"../../blobs/hash of {path.name}")
     assert_same_logits(network(read_model(folder)), model, TOKENS)
+
     copy_files(folder.glob("*.json"), tmp_path / "out")
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+
     (folder / "config.json").unlink()
     (tmp_path / "secret").write_text("mine")
     (folder / "config.json").symlink_to("../../secret")

@@ -1,6 +1,5 @@
 """Who started the processes of a run; and which encodings of it get kernels."""
 
-import lightning.fabric.connector
 import pytest
 
 from model.gpt import GPT
@@ -29,14 +28,6 @@ def test_a_run_in_a_reservation(train, monkeypatch, variables):
         monkeypatch.setenv(name, value)
     outcome = train("pe=rope", "trainer.max_steps=1", "eval.lengths=[1]", "eval.variants=[]")
     assert outcome.code == 0, outcome.err
-
-
-def test_a_notebook_is_one_process(train, monkeypatch):
-    monkeypatch.setattr(lightning.fabric.connector, "_IS_INTERACTIVE", True)
-    outcome = train("pe=rope", "trainer=ddp", "trainer.devices=2")
-    assert outcome.code == 2
-    assert "trainer.devices=2: " in outcome.err
-    assert "not compatible with an interactive environment" in outcome.err
 
 
 def test_a_plan_knows_the_encodings_of_all_steps():

@@ -1,5 +1,7 @@
 """The optimizer's groups, its schedule, and clipping, against PyTorch's own."""
 
+import math
+
 import pytest
 import torch
 from conftest import build_gpt
@@ -12,24 +14,6 @@ OPTIM = Optim(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_matrices_decay_and_of_encodings_what_they_name(named):
-    net = build_gpt("cope")
-    first, *others = net.distinct_encodings
-    first.decayed = ()
-    if named:
-        first.decayed = tuple(name for name, _ in first.named_parameters())
-    spared = set()
-    for pe in others if named else [first, *others]:
-        spared.update(pe.parameters())
-    decays = of_parameters(make_optimizer(net, OPTIM), "weight_decay")
-    for p in net.parameters():
-        expected = 0.1
-        if p.ndim != 2 or p in spared:
-            expected = 0.0
-        assert decays[p] == expected
-
-
 def of_parameters(optimizer, option):
     """An option of the optimizer by parameter."""
     values = {}
@@ -38,28 +22,16 @@ def of_parameters(optimizer, option):
     return values
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
-def test_the_schedule_is_a_warm_up_and_a_decay(name):
-    p = torch.nn.Parameter(torch.zeros(1))
-    adamw = torch.optim.AdamW([p], lr=0.01)
-    schedulers = torch.optim.lr_scheduler
-    warm = schedulers.LinearLR(adamw, 1 / 3, 1.0, 2)
-    if name == "cosine":
-        later = [schedulers.CosineAnnealingLR(adamw, 6, eta_min=0.001)]
-    elif name == "linear":
-        later = [schedulers.LinearLR(adamw, 1.0, 0.1, 6)]
-    else:  # from step 5 on, whose rate is the last whole one, in 4 of 10 steps
-        later = [schedulers.ConstantLR(adamw, 1.0, 99), schedulers.LinearLR(adamw, 1.0, 0.1, 4)]
-    schedule = schedulers.SequentialLR(adamw, [warm, *later], [3, 5][: len(later)])
-    optim = OPTIM.model_copy(update={"schedule": name})
-    for step in range(10):
-        assert learning_rate(step, optim, 10) == pytest.approx(adamw.param_groups[0]["lr"], rel=1e-12)
-        adamw.step()
-        schedule.step()
-    assert learning_rate(50, optim, 10) == pytest.approx(0.001)
-    # A share of nothing leaves the rate whole to the end: shorter budgets branch off such a run.
-    constant = optim.model_copy(update={"schedule": "wsd", "decay_share": 0.0})
-    assert learning_rate(8, constant, 10) == 0.01
+@pytest.mark.parametrize("named", [False, True])
+def test_matrices_decay_and_of_encodings_what_they_name(named):
+    net = build_gpt("cope")
+    first, *others = net.distinct_encodings
+    names = [name for name, _ in first.named_parameters()]
+    first.decayed = tuple(names) if named else ()
+
+    spared = {p for pe in (others if named else [first, *others]) for p in pe.parameters()}
+    expected = {p: 0.1 if p.ndim == 2 and p not in spared else 0.0 for p in net.parameters()}
+    assert of_parameters(make_optimizer(net, OPTIM), "weight_decay") == expected
 
 
 def test_encodings_have_a_learning_rate_of_their_own():
@@ -69,6 +41,29 @@ def test_encodings_have_a_learning_rate_of_their_own():
     for pe in net.distinct_encodings:
         expected.update(dict.fromkeys(pe.parameters(), 8.0))
     assert of_parameters(make_optimizer(net, optim), "lr_scale") == expected
+
+
+WARM_UP = [1 / 3, 2 / 3, 1.0]
+COSINE = [0.55 + 0.45 * math.cos(math.pi * i / 6) for i in range(1, 7)]
+SCHEDULES = {  # of ten steps, of which three are a warm-up, in shares of the rate, down to a tenth
+    "cosine": [*WARM_UP, 1.0, *COSINE],
+    "linear": [*WARM_UP, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1],
+    "wsd": [*WARM_UP, 1.0, 1.0, 1.0, 0.775, 0.55, 0.325, 0.1],  # it decays in the last 4 of 10
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_schedule_is_a_warm_up_and_a_decay(name):
+    optim = OPTIM.model_copy(update={"schedule": name})
+    rates = [learning_rate(step, optim, 10) for step in range(10)]
+    assert rates == pytest.approx([0.01 * share for share in SCHEDULES[name]])
+    assert learning_rate(50, optim, 10) == pytest.approx(0.001)
+
+
+def test_a_share_of_nothing_leaves_the_rate_whole_to_the_end():
+    """Shorter budgets branch off such a run."""
+    constant = OPTIM.model_copy(update={"schedule": "wsd", "decay_share": 0.0})
+    assert learning_rate(8, constant, 10) == 0.01
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9, None])
@@ -81,5 +76,6 @@ def test_clipping_is_pytorchs(max_norm):
     norm = clip_gradients(net, torch.tensor(3.0), max_norm)
     expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or torch.inf)
     assert norm == pytest.approx(expected.item(), rel=1e-6)
+
     for p, q in zip(net.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)

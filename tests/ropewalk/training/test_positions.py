@@ -11,38 +11,29 @@ from scipy.stats import binomtest, chisquare
 from ropewalk.training.positions import draw_positions, draw_window
 from ropewalk.training.ranks import Ranks
 
-TO_128 = ["trainer.max_position=128"]
-
 
 def drawn(kind, length, max_position):
     """How often 4,000 draws give each list of positions."""
     torch.manual_seed(0)
-    found = [draw_positions(kind, length, max_position, torch.device("cpu")) for _ in range(4000)]
-    assert {reach for _, reach in found} == {max_position}
-    return Counter(tuple(pos.tolist()) for pos, _ in found)
+    counts = Counter()
+    for _ in range(4000):
+        positions, reach = draw_positions(kind, length, max_position, torch.device("cpu"))
+        assert reach == max_position
+        counts[tuple(positions.tolist())] += 1
+    return counts
 
 
-def test_they_are_drawn_as_the_papers_say():
+def test_positions_are_drawn_as_the_papers_say():
     samples = drawn("random", 3, 7)
     assert sorted(samples) == sorted(combinations(range(7), 3))
     assert chisquare(list(samples.values())).pvalue > 1 / 3000
+
     chunks = drawn("pose", 5, 8)
     first_and_skip = [(first, skip) for first in (1, 2, 3) for skip in range(4)]
     assert set(chunks) == {(*range(first), *range(first + skip, 5 + skip)) for first, skip in first_and_skip}
+
     del chunks[0, 1, 2, 3, 4]  # no skip, three times as often
     assert chisquare(list(chunks.values())).pvalue > 1 / 3000
-
-
-def test_training_sees_them(train):
-    options = {"consecutive": [], "pose": TO_128, "random": TO_128, "no room": ["trainer.max_position=16"]}
-    first = {}
-    for name, more in options.items():
-        kind = "random" if name == "no room" else name
-        run = ["pe=rope", "trainer.max_steps=1", "eval.lengths=[1]", "eval.variants=[]", f"trainer.positions={kind}"]
-        assert train(*run, *more, f"name={name}").code == 0
-        first[name] = rows_of(train.runs / name)[0]["train/loss"]
-    assert first["no room"] == first["consecutive"]
-    assert len(set(first.values())) == 3
 
 
 def test_every_second_window_is_short_whatever_was_drawn_before():
@@ -54,21 +45,48 @@ def test_every_second_window_is_short_whatever_was_drawn_before():
     assert windows(0) == first
     assert set(first) == {5, None}
     assert binomtest(first.count(5), 1000).pvalue > 1 / 3000
+
     same_as_of_seed_1 = sum(a == b for a, b in zip(first, windows(1), strict=True))
     assert binomtest(same_as_of_seed_1, 1000).pvalue > 1 / 3000
+
+
+def losses(train, **runs):
+    """The losses of the first step of runs with these options, by name."""
+    of_training, of_validation = {}, {}
+    for name, options in runs.items():
+        assert train("pe=rope", "trainer.max_steps=1", "eval.lengths=[1]", "eval.variants=[]", *options).code == 0
+        (row,) = rows_of(train.runs / name)
+        of_training[name] = row["train/loss"]
+        of_validation[name] = row["val/loss"]
+    return of_training, of_validation
+
+
+def test_training_sees_the_positions_that_were_drawn(train):
+    def positions(name, kind, max_position):
+        return [f"name={name}", f"trainer.positions={kind}", f"trainer.max_position={max_position}"]
+
+    first, _ = losses(
+        train,
+        consecutive=["name=consecutive"],
+        no_room=positions("no_room", "random", 16),
+        random=positions("random", "random", 128),
+        pose=positions("pose", "pose", 128),
+    )
+    assert first["no_room"] == first["consecutive"]
+    assert len(set(first.values())) == 3
 
 
 def test_a_step_with_a_short_window_is_that_of_a_run_with_this_window(train):
     """And validation after it reads with the long one."""
     assert draw_window(3, seed=2, step=1) == 3
-    run = ["pe=rope", "seed=2", "trainer.max_steps=1", "eval.lengths=[1]", "eval.variants=[]"]
-    options = {"drawn": ["pe.window=9", "trainer.short_window=3"], "short": ["pe.window=3"], "long": ["pe.window=9"]}
-    rows = {}
-    for name, windows in options.items():
-        assert train(*run, *windows, f"name={name}").code == 0
-        (rows[name],) = rows_of(train.runs / name)
-    assert rows["drawn"]["train/loss"] == rows["short"]["train/loss"] != rows["long"]["train/loss"]
-    assert rows["drawn"]["val/loss"] != rows["short"]["val/loss"]
+    of_training, of_validation = losses(
+        train,
+        drawn=["name=drawn", "seed=2", "pe.window=9", "trainer.short_window=3"],
+        short=["name=short", "seed=2", "pe.window=3"],
+        long=["name=long", "seed=2", "pe.window=9"],
+    )
+    assert of_training["drawn"] == of_training["short"] != of_training["long"]
+    assert of_validation["drawn"] != of_validation["short"]
 
 
 def draws(world_size, grad_accum_steps, step=3):

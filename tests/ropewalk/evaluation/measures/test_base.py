@@ -35,7 +35,7 @@ def test_a_measure_of_the_users_own(own):
 
 
 @pytest.mark.parametrize("target", ["own_measures.Unfinished", "own_measures.Plan", "os.system", "None", "nothing.X"])
-def test_nothing_else_is_called(own, target):
+def test_what_is_no_measure_is_not_called(own, target):
     with pytest.raises(ValueError, match=rf"measures\._target_='{target}' is not a Measure class"):
         build({"_target_": target})
 

@@ -17,54 +17,52 @@ LENGTH, SHORT, VOCAB = 64, 16, 100
 
 def brute_force(tokens, n):
     """By definition: for each token, walk back to the nearest place where the same n tokens came before."""
-    found = []
     for i in range(len(tokens)):
         nearest = (0, False)
         for j in range(n, i):
             if tokens[j - n : j] == tokens[i - n : i]:
                 nearest = (i - j, tokens[j] == tokens[i])
-        found.append(nearest)
-    return found
+        yield nearest
 
 
 @settings(max_examples=100)
 @given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 4))
 def test_the_finder_equals_brute_force(tokens, n):
     distances, same = far_copies.repeats(np.array(tokens, dtype=np.int64), n)
-    assert [*zip(distances.tolist(), same.tolist(), strict=True)] == brute_force(tokens, n)
+    assert list(zip(distances, same, strict=True)) == list(brute_force(tokens, n))
 
 
-def measure(tokens, length=LENGTH, short=SHORT):
-    """Far copies by a predictor whose loss of each token is the number of tokens that it reads, in hundredths."""
-
-    def predict(seen):
-        p = np.exp(-len(seen) / 100)
-        odds = np.full(VOCAB + 1, p / 100)
-        odds[VOCAB] = 1 - odds[:VOCAB].sum()  # no text has this token
-        return odds
-
-    cfg = SimpleNamespace(lengths=[length], train_len=short, eval=SimpleNamespace(sequences=9))
-    return results_of(far_copies.far_copies(Texts(tokens), cfg), Planted(predict))
+def by_tokens_read(seen):
+    """Odds with which the loss of each token is the number of tokens that are read, in hundredths, and log(100)."""
+    odds = np.full(VOCAB + 1, np.exp(-len(seen) / 100) / 100)
+    odds[VOCAB] = 1 - odds[:VOCAB].sum()  # no text has this token
+    return odds
 
 
-def tokens_before(nats, targets):
-    """How many tokens were read for each target, as the predictor's losses tell."""
-    return 100 * (np.array(nats) - targets * np.log(100))
+def tokens_read(nats, targets):
+    """How many tokens were read for so many targets, as these losses tell."""
+    return 100 * (nats - targets * np.log(100))
 
 
 def test_copies_are_sorted_by_their_distance(monkeypatch):
-    """Random tokens without repetition, but for a sequence of 6 tokens again after 10, 20 and 40 tokens."""
+    """Random tokens without repetition, but for a sequence of 6 tokens again after 10, 20 and 40 tokens.
+
+    The first three are the match, and the others are scored: with the whole text before them, and with the windows of
+    a text that is cut.
+    """
     monkeypatch.setattr(far_copies, "MATCH_BYTES", 3)
     rng = np.random.default_rng(0)
     tokens = np.stack([rng.permutation(VOCAB)[: LENGTH + 1] for _ in range(3)])
     for row, distance in zip(tokens, (10, 20, 40), strict=True):
-        row[LENGTH - 5 :] = row[LENGTH - 5 - distance : LENGTH + 1 - distance]
-    found = measure(tokens)
+        row[-6:] = row[-6 - distance : -distance]
+    cfg = SimpleNamespace(lengths=[LENGTH], train_len=SHORT, eval=SimpleNamespace(sequences=9))
+    found = results_of(far_copies.far_copies(Texts(tokens), cfg), Planted(by_tokens_read))
     assert [(m.span, m.continuation) for m in found] == [((8, 15), "same"), ((16, 31), "same"), ((32, 63), "same")]
+
     for text, m in enumerate(found):
-        assert m.tokens == [3 if i == text else 0 for i in range(3)]  # of six tokens the first three are the match
-        assert tokens_before(m.nats[text], 3) == pytest.approx(62 + 63 + 64, abs=0.01)
-        assert 3 * SHORT / 2 <= tokens_before(m.baseline_nats[text], 3) <= 3 * SHORT + 0.01
+        assert m.tokens == [3 if i == text else 0 for i in range(3)]
+        assert tokens_read(m.nats[text], 3) == pytest.approx(62 + 63 + 64, abs=0.01)
+        assert 3 * SHORT / 2 <= tokens_read(m.baseline_nats[text], 3) <= 3 * SHORT + 0.01
 
 
 @pytest.mark.parametrize(("bytes_per_token", "n"), [(None, 8), (1, 8), (2, 4), (9, 3)])
@@ -78,11 +76,9 @@ def test_a_match_has_about_eight_bytes_and_at_least_three_tokens(bytes_per_token
 @given(st.integers(2, 20), st.integers(1, 60))
 def test_windows_score_each_target_once_with_at_least_half_of_the_context(short, more):
     length = short + more
-    contexts = {}
+    scored = []
     for window, n_scored in windows(length, short):
         assert window.stop - window.start == short
-        for target in range(window.start + n_scored, window.stop):
-            assert target not in contexts
-            contexts[target] = target + 1 - window.start
-    assert sorted(contexts) == list(range(short, length))
-    assert all(short / 2 <= context <= short for context in contexts.values())
+        assert n_scored + 1 >= short / 2
+        scored += range(window.start + n_scored, window.stop)
+    assert sorted(scored) == list(range(short, length))

@@ -55,6 +55,7 @@ def by_length(net, data, target_tokens=1, sequences=TEXTS):
     return samples, {result.length: result.optimum_nats for result in results}
 
 
+# Probability of a copy, words that must be the same, tokens that are seen; and the sign of what far text gains.
 COPIERS = [
     pytest.param(0.99, 1, 64, -1, id="copies blindly"),
     pytest.param(1 / 3, 3, 64, 1, id="copies as often as it is right"),
@@ -64,7 +65,7 @@ COPIERS = [
 
 
 @pytest.mark.parametrize(("p", "words", "sees", "sign"), COPIERS)
-def test_copiers_by_length(p, words, sees, sign):
+def test_who_copies_well_gains_by_length_and_who_copies_blindly_loses(p, words, sees, sign):
     losses, _ = by_length(Planted(copier(p, words), sees), recurring())
     gain = statistics.difference(losses[TRAIN_LEN], losses[64])
     assert np.sign(round(gain.value, 6)) == sign
@@ -72,15 +73,15 @@ def test_copiers_by_length(p, words, sees, sign):
 
 
 @pytest.mark.parametrize(("p", "words", "sees", "sign"), COPIERS)
-def test_copiers_on_far_copies(monkeypatch, p, words, sees, sign):
-    """The tokens that go on as before gain, and the others lose: who copies blindly loses more."""
+def test_far_copies_tell_gains_of_the_same_token_from_losses_of_another(monkeypatch, p, words, sees, sign):
     monkeypatch.setattr(far_copies, "MATCH_BYTES", 3)
     plan = far_copies.far_copies(recurring(), settings(1))
-    results = results_of(plan, Planted(copier(p, words), sees))
     gains = {"same": 0.0, "other": 0.0}
-    for result in results:
+    n_tokens = 0
+    for result in results_of(plan, Planted(copier(p, words), sees)):
         gains[result.continuation] += np.subtract(result.baseline_nats, result.nats).sum()
-    assert sum(sum(result.tokens) for result in results) == TEXTS
+        n_tokens += sum(result.tokens)
+    assert n_tokens == TEXTS
     assert np.sign(round(gains["same"], 3)) == abs(sign)
     assert np.sign(round(gains["other"], 3)) == -abs(sign)
     assert np.sign(round(gains["same"] + gains["other"], 3)) == sign
@@ -89,29 +90,24 @@ def test_copiers_on_far_copies(monkeypatch, p, words, sees, sign):
 FAR = Markov(symbols=4, lag=5, alpha=0.1)
 
 
-def counter(lag):
-    """Counts which symbol came `lag` places after which."""
-
-    def predict(tokens):
-        counts = np.full(FAR.symbols, FAR.alpha)
-        for place in range(lag, len(tokens)):
-            counts[tokens[place]] += tokens[place - lag] == tokens[-lag]
-        return counts / counts.sum()
-
-    return predict
+def count(tokens):
+    """Odds of the next symbol: how often each came FAR.lag places after the one that is so far back."""
+    counts = np.full(FAR.symbols, FAR.alpha)
+    for place in range(FAR.lag, len(tokens)):
+        counts[tokens[place]] += tokens[place - FAR.lag] == tokens[-FAR.lag]
+    return counts / counts.sum()
 
 
 def test_who_looks_as_far_back_as_the_texts_are_decided_reaches_the_optimum():
-    counting, best = by_length(Planted(counter(FAR.lag)), FAR, 2, 180)
+    losses, best = by_length(Planted(count), FAR, 2, 180)
     for length in LENGTHS:
-        np.testing.assert_allclose(counting[length].values[0], best[length], atol=1e-4)
-    gained = counting[TRAIN_LEN].values - counting[64].values
-    possible = np.subtract(best[TRAIN_LEN], best[64])[None]
-    units = counting[64].units
-    share = statistics.share(Sample(gained, units), Sample(possible, units))
-    assert share.value == pytest.approx(1, abs=1e-4)
+        np.testing.assert_allclose(losses[length].values[0], best[length], atol=1e-4)
+    units = losses[64].units
+    gained = Sample(losses[TRAIN_LEN].values - losses[64].values, units)
+    possible = Sample(np.subtract(best[TRAIN_LEN], best[64])[None], units)
+    assert statistics.share(gained, possible).value == pytest.approx(1, abs=1e-4)
 
 
 def test_the_short_sighted_gain_nothing_and_lose_nothing():
-    losses, _ = by_length(Planted(counter(FAR.lag), sees=TRAIN_LEN), FAR)
+    losses, _ = by_length(Planted(count, sees=TRAIN_LEN), FAR)
     assert statistics.difference(losses[TRAIN_LEN], losses[64])[:3] == (0, 0, 0)
