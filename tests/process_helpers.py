@@ -128,10 +128,10 @@ SRUN = (
 )
 
 
-def together(
+def start_ranks(
     arguments: list[str], output: Path, *actions: Callable[[], None] | None, starter: str = TORCHRUN
-) -> list[int]:
-    """A run on as many ranks as there are actions: their exit codes. Rank i prints to the file `output` / str(i)."""
+) -> list[ForkServerProcess]:
+    """A run on as many ranks as there are actions. Rank i prints to the file `output` / str(i)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -141,6 +141,12 @@ def together(
         told = f"{starter} MASTER_ADDR=127.0.0.1 MASTER_PORT={port}".format(rank=rank, world=len(actions))
         environment = dict(word.split("=") for word in told.split())
         processes.append(start(arguments, action, str(output / str(rank)), environment))
+    return processes
+
+
+def together(*arguments: Any, **options: Any) -> list[int]:
+    """`start_ranks` and wait: their exit codes."""
+    processes = start_ranks(*arguments, **options)
     try:
         for process in processes:
             process.join()

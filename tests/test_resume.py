@@ -1,17 +1,15 @@
 """A run that ends at any moment and is started again by the same command ends as if nothing had happened."""
 
 import os
-import random
 import shutil
 import signal
-import time
 from functools import partial
 
 import pytest
 import torch
 from conftest import rows_of
 from differences import differences
-from process_helpers import STEP, On, kill, live, start
+from process_helpers import STEP, On, kill, live
 from safetensors.torch import load_file, save_file
 
 from ropewalk.training.checkpoints import steps_in
@@ -125,33 +123,3 @@ def test_more_steps_go_on_from_the_end(train):
     assert [row["step"] for row in rows] == [1, 3, 6, 9]
     assert rows[-1]["lr"] == pytest.approx(0.1 * 2e-3)  # the cosine of 9 steps ends here
     assert train(*SMALL, "name=longer", "trainer.max_steps=8").code == 2
-
-
-# What writes: rows, checkpoints, JSON files and weights, all of which are synced and then renamed.
-WRITES = ("ropewalk.app.run_dir:append", "torch:save", "os:fsync", "os:replace")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(0)
-def test_soak(train, straight):
-    """Kills at random moments, a quarter of them just before a write; ROPEWALK_SOAK=50 does so 50 times."""
-    rng = random.Random(0)
-    options = [*SMALL, "trainer.max_steps=300", "trainer.log_every=7"]
-    began = time.monotonic()
-    expected = straight(*options)
-    seconds = time.monotonic() - began
-    name = 0
-    for _ in range(int(os.environ.get("ROPEWALK_SOAK", 3))):
-        before_a_write = On(rng.choice(WRITES), rng.randint(1, 12), kill) if rng.random() < 0.25 else None
-        process = start(train.complete(*options, f"name={name}"), before_a_write)
-        process.join(rng.uniform(0, seconds))
-        process.kill()
-        process.join()
-        if process.exitcode == 0:  # the end came before the kill
-            name += 1
-    while name >= 0:
-        assert train(*options, f"name={name}").code == 0
-        run = train.runs / str(name)
-        assert differences(run, expected) == []
-        assert not list(run.rglob(".*"))
-        name -= 1

@@ -1,0 +1,23 @@
+"""What a run prints about itself."""
+
+from ropewalk.app.init_from import train_values
+from ropewalk.app.resolve import check
+from ropewalk.training.console import Pulse, show
+
+
+def test_a_step_is_shown_where_no_row_is(capsys):
+    cfg = check(train_values())
+    pulse = Pulse(every=0)
+    pulse(1, cfg, row=True)
+    pulse(2, cfg, row=False)
+    Pulse(every=3600)(3, cfg, row=False)
+    assert capsys.readouterr().err == "step 2/700\n"
+
+
+def test_of_the_time_left_it_says_what_is_known(capsys):
+    """The first step says nothing of it, nor a speed that is 0.0 after a process was suspended."""
+    row = {"step": 1, "train/loss": 2.0, "lr": 1e-3, "tokens_per_s": 10.0}
+    for changes in ({}, {"step": 2}, {"step": 2, "tokens_per_s": 0.0}):
+        show(row | changes, check(train_values()))
+    said = capsys.readouterr().out.splitlines()
+    assert ["minutes left" in line for line in said] == [False, True, False]
