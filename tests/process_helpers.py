@@ -34,9 +34,10 @@ def start(
     prepare: Callable[[], None] | None = None,
     output: str = os.devnull,
     environment: dict[str, str] | None = None,
+    program: str = "train",
 ) -> ForkServerProcess:
-    """A process that calls `prepare` and the main function of train.py; what it prints goes to `output`."""
-    process = CONTEXT.Process(target=_run, args=(arguments, prepare, output, environment or {}))
+    """A process that calls `prepare` and the main function of `program`; what it prints goes to `output`."""
+    process = CONTEXT.Process(target=_run, args=(arguments, prepare, output, environment or {}, program))
     process.start()
     # Each start asks all known processes whether they have ended, and a process can tell it only once: of two threads
     # that ask, one would hear 255.
@@ -44,14 +45,20 @@ def start(
     return process
 
 
-def live(*arguments: Any) -> int:
+def live(*arguments: Any, **options: Any) -> int:
     """`start` and wait: the exit code, or minus the signal."""
-    process = start(*arguments)
+    process = start(*arguments, **options)
     process.join()
     return process.exitcode
 
 
-def _run(arguments: list[str], prepare: Callable[[], None] | None, output: str, environment: dict[str, str]) -> None:
+def _run(
+    arguments: list[str],
+    prepare: Callable[[], None] | None,
+    output: str,
+    environment: dict[str, str],
+    program: str,
+) -> None:
     from ropewalk.app import ending
 
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -59,11 +66,11 @@ def _run(arguments: list[str], prepare: Callable[[], None] | None, output: str, 
     os.dup2(file, 2)
     os.setpgrp()  # a group of its own, as a job has it
     os.environ.update(environment)
-    sys.argv = [f"{Path(__file__).parents[1]}/train.py", *arguments]
+    sys.argv = [f"{Path(__file__).parents[1]}/{program}.py", *arguments]
     ending.page = NO_PAGE
     if prepare:
         prepare()
-    import_module("train").main()
+    import_module(program).main()
 
 
 def owner_of(target: str) -> tuple[Any, str]:

@@ -59,7 +59,7 @@ def test_the_example_passes_every_universal_test(project):
         "triangle",
         UNIVERSAL,
     ]
-    live(options, partial(enter, project), f"{project}/said", "pytest")
+    live(options, partial(enter, project), f"{project}/said", program="pytest")
     said = (project / "said").read_text()
     found = re.findall(r"::(\w+)\[[^\]]*triangle[^\]]*\] ([A-Z]+)", said)
 

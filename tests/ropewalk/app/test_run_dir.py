@@ -182,7 +182,8 @@ def test_changes_to_the_source_are_recorded_with_new_files(make, tmp_path, monke
     git = f"git -C {project} -c user.name=x -c user.email=x@y"
     subprocess.run(f"{git} init -q && {git} add . && {git} commit -qm first", shell=True, check=True)
     monkeypatch.setattr(provenance, "ROOT", project)
-    monkeypatch.setattr(run_dir, "source_state", provenance.source_state.__wrapped__)  # without its cache
+    for module in (run_dir, provenance):  # without its cache
+        monkeypatch.setattr(module, "source_state", provenance.source_state.__wrapped__)
 
     (project / "old.py").write_text("a = 2\n")
     (project / "model" / "encoding.py").write_text("mine = 3\n")
