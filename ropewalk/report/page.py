@@ -119,8 +119,12 @@ def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
 def numbers(rows: pd.DataFrame) -> list[Grid]:
     """Return the tables of a measure: its values, and differences to the reference and the best possible."""
     first = rows.iloc[0]
-    # A text is a hash, which means nothing to a reader. Short settings lead: they tell two tables of a measure apart.
-    chosen = {key.replace("_", " "): value for key, value in json.loads(first["eval"]).items() if key != "texts"}
+    # Hashes mean nothing to a reader. Short settings lead: they tell two tables of a measure apart.
+    chosen = {
+        key.replace("_", " "): value
+        for key, value in json.loads(first["eval"]).items()
+        if key not in ("texts", "tokenizer")
+    }
     ordered = sorted(chosen.items(), key=lambda setting: isinstance(setting[1], list))
     settings = ", ".join(f"{key} {str(value).strip('[]')}" for key, value in ordered)
     name = f"{first.measure.replace('_', ' ').capitalize()} ({settings})"
