@@ -120,6 +120,7 @@ def test_a_list_of_commands_that_are_not_checked_has_no_more_than_there_are():
     assert [start for start in NOT_CHECKED if not any(command.startswith(start) for command in COMMANDS)] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_valid(command):
     """Every command composes, and its configuration passes the checks that come before any work."""
@@ -152,6 +153,7 @@ def test_commands_are_valid(command):
             parse(module.main.schema, plain(config))
 
 
+@pytest.mark.long
 def test_tables_and_picture_follow_from_the_results(tmp_path):
     spec = importlib.util.spec_from_file_location("docs_results", ROOT / "docs/results.py")
     program = importlib.util.module_from_spec(spec)

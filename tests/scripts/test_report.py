@@ -26,6 +26,7 @@ def report(script):
     return lambda folders, *arguments: script(program, f"folders={folders}", *arguments)
 
 
+@pytest.mark.long
 def test_a_format_is_that_of_the_file_or_the_one_asked_for(report, tmp_path):
     runs = tmp_path / "runs"
     write_run(runs, "rope")
