@@ -132,7 +132,7 @@ def row_rows(extra, dest, h, head, i, T, P: tl.constexpr):
 @triton.jit
 def row_score(scores, rows, tile, P: tl.constexpr):
     # The distances of a tile are one run of numbers. Triton copies what a product will need while it computes the tile
-    # before, and would copy a number for each score: that took four times as long.
+    # before, and would copy a number for each score: that took three times as long.
     i0, j0, i, j, T = tile
     N: tl.constexpr = j.numel
     nearest = i0 - j0 - N + 1

@@ -48,7 +48,8 @@ from lab.kernels.ops import (
 )
 
 # The tiles of the three kernels for heads of up to so many channels, and those that are better with some biases. On
-# Hopper they are the fastest of about ten that were tried. With four warps 64 rows are what one instruction multiplies.
+# Hopper, but for 256 channels, they are the fastest of about ten that were tried: with four warps 64 rows are what one
+# instruction multiplies.
 HOPPER = {
     64: (Tile(64, 128, 4), Tile(64, 64, 4), Tile(64, 64, 4)),
     128: (Tile(64, 64, 4, stages=3), Tile(64, 64, 4), Tile(32, 64, 4)),
