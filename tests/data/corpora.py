@@ -14,22 +14,25 @@ def write_corpus(folder, documents=40, seed=0):
     for i in range(documents):
         path = folder / f"part{i % 3}" / f"{i:02}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(f"{i} {' '.join(rng.choices(words, k=rng.randrange(5, 300)))}".encode())
+        text = " ".join(rng.choices(words, k=rng.randrange(5, 300)))
+        path.write_bytes(f"{i} {text}".encode())
+    latin = " ".join(f"caf\xe9 {i}" for i in range(20))
+    (folder / "latin.txt").write_bytes(latin.encode("latin-1"))
     (folder / "empty.txt").write_bytes(b"")
-    (folder / "latin.txt").write_bytes(" ".join(f"caf\xe9 {i}" for i in range(20)).encode("latin-1"))
     return folder
 
 
 def prepared(folder, cache, kind="TextFiles", **options):
     """The corpus in `folder` as a source, or another one of data.text, prepared."""
-    files = {"files": f"{folder}/**/*.txt"} if folder else {}
     common = {
         "_target_": f"data.text.{kind}",
         "name": "text",
         "cache_dir": str(cache),
         "val_fraction": 0.2,
     }
-    source = data.base.build_data(common | files | options)
+    if folder:
+        common["files"] = f"{folder}/**/*.txt"
+    source = data.base.build_data(common | options)
     source.prepare()
     return source
 
