@@ -10,7 +10,8 @@ from definitions import D, T, assert_is_defined_by, frequencies
 from model.position.network import for_length, scales_of
 
 L = 32  # trained length
-READINGS = {  # options, and (near window, group, slowdown, local or tail) by which the references below count
+# Options; the near window and the group, slowdown, local or tail by which the references below count.
+READINGS = {
     "rerope": ({}, L // 2, None),
     "leaky_rerope": ({"near_window": 5, "scale": 5.0}, 5, (5 * L - 5) / (L - 5)),
     "string": ({"near_window": 11, "local": 3}, 11, 3),
@@ -26,10 +27,15 @@ def dual_chunk(i, j):
     """arXiv 2402.17463, as its released code has it: chunks of 3/4 of L less a local window of L/8."""
     size = L * 3 // 4
     chunk = size - L // 8
+    within = i % chunk
+    chunks_between = min(i // chunk - j // chunk, 2)
     # Within a chunk, to the one before it, and to all earlier ones.
-    query = [i % chunk, min(i % chunk + chunk, size), min(2 * chunk - 1, size)]
-    chunks_between = i // chunk - j // chunk
-    return query[min(chunks_between, 2)] - j % chunk
+    query = [
+        within,
+        min(within + chunk, size),
+        min(2 * chunk - 1, size),
+    ]
+    return query[chunks_between] - j % chunk
 
 
 def lampe(i, j, near, tail):
@@ -76,17 +82,17 @@ def test_each_reading_is_rope_with_its_published_relative_positions(name):
     for i in range(T):
         for j in range(i + 1):
             r = relative_position(name, i, j, near, factor)
-            if r is not None:
-                relative[i, j] = r
+            relative[i, j] = math.nan if r is None else r
     is_seen = relative.isfinite()
 
     def scores(pe, q, k, v, x):
         """Of a rotation by r as a multiplication of complex numbers by e^(i r theta)."""
-        q, k = (torch.complex(*x.chunk(2, dim=-1)) for x in (q, k))
+        q = torch.complex(*q.chunk(2, dim=-1))
+        k = torch.complex(*k.chunk(2, dim=-1))
         angle = relative.nan_to_num()[..., None] * frequencies()
         turn = torch.polar(torch.ones_like(angle), angle)
-        products = torch.einsum("bhip,bhjp,ijp->bhij", q, k.conj(), turn)
-        return (products.real / math.sqrt(D)).masked_fill(~is_seen, -torch.inf)
+        products = torch.einsum("bhip,bhjp,ijp->bhij", q, k.conj(), turn).real
+        return torch.where(is_seen, products / math.sqrt(D), -torch.inf)
 
     assert_is_defined_by(scores, pe, tol=1e-5)
 
@@ -103,17 +109,15 @@ def test_readings_train_as_rope_and_leave_short_texts_alone(name):
     net = build_gpt(name, train_len=L)
     rope = build_gpt("rope", train_len=L)
     net.load_state_dict(rope.state_dict())
+    trained, reading = scales_of(net.encodings)
     text = tokens(L)
+    short = text[:, : L // 8]
 
     assert torch.equal(net(text), rope(text))
-
-    trained, reading = scales_of(net.encodings)
+    torch.testing.assert_close(net(short, encodings=read_at(net, reading)), rope(short), rtol=0, atol=2e-5)
     for length, scale in ((L, trained), (L + 1, reading)):
         scales = {pe.active_scale for pe in for_length(net.encodings, length, L)}
         assert scales == {scale}
-    short = text[:, : L // 8]
-
-    torch.testing.assert_close(net(short, encodings=read_at(net, reading)), rope(short), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", READINGS)
@@ -122,10 +126,8 @@ def test_a_fine_tuning_at_a_greater_length_trains_what_it_will_be(name):
     net = build_gpt(name, train_len=L)
     longer = build_gpt(name, train_len=4 * L, pe={"original_len": L})
     longer.load_state_dict(net.state_dict())
-    reading = scales_of(net.encodings)[-1]
+    text = tokens(4 * L)
+    *_, reading = scales_of(net.encodings)
 
     assert scales_of(longer.encodings) == (reading,)
-
-    text = tokens(4 * L)
-
     assert torch.equal(net(text, encodings=read_at(net, reading)), longer(text))
