@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import assert_same, at_last_scale, attend, build_pe, context, normal, variables
+from conftest import assert_same, at_last_scale, build_pe, context, normal, variables
 
 from model.attention import BLOCK, Context, attention, fused
 from model.cache import Cache
@@ -103,20 +103,21 @@ def test_scores_are_not_rounded_to_16_bit(name):
     zones = name in ("rerope", "dca")
     options = {"base": 1e300} if zones else {}  # nothing turns but the first pair, left empty here
     pe = at_last_scale(build_pe(name, train_len=64, **options))
-    *qkv, x = normal(*[(1, 4, n, D)] * 3, (1, n, 64))
+    heads = (1, n, 4, D)
+    *qkv, x = normal(heads, heads, heads, (1, n, 64))
     q, k, v = ((2.5 * tensor).bfloat16() for tensor in qkv)
     if zones:
         q[..., :: D // 2] = 0.0
 
     with torch.autocast("cpu", torch.bfloat16):
         state = pe.state(x)
-        out = attend(pe, q, k, v, state, context(pe, n))
+        out = context(pe, n).attend(pe, q, k, v, state, layer="layer")
 
     state = {key: value.double() for key, value in state.items()}
     q, k, v = (tensor.double() for tensor in (q, k, v))
-    exact = attend(pe.double(), q, k, v, state, context(pe, n))
+    exact = context(pe, n).attend(pe.double(), q, k, v, state, layer="layer")
     # A score is a sum of less than 64 terms in fp32. Weights, their sums with values, and the result are of 16 bit.
-    largest = (q.abs() @ k.abs().mT).max().item()
+    largest = (q.abs().transpose(1, 2) @ k.abs().permute(0, 2, 3, 1)).max().item()
     of_scores = math.expm1(2 * 64 * 2.0**-24 * largest)
     limit = v.abs().max().item() * (of_scores + 3 * 2.0**-9)
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import attend, build_pe, context, normal, variables
+from conftest import attend, build_pe, normal, variables
 from definitions import PAST, D, T, assert_is_defined_by, dot, frequencies, inputs, turned
 
 from model.position.cope import cope_attention
@@ -100,7 +100,7 @@ def test_in_16_bit_positions_and_gradients_are_those_of_fp32(name, options, prec
 
     def outputs(q, k, v, x, autocast):
         with torch.autocast("cpu", dtype, enabled=autocast):
-            out = attend(pe, q, k, v, pe.state(x), context(pe, 7))
+            out = attend(pe, q, k, v, x)
         loss = (out * weights.to(q.dtype)).sum()
         return [out, *torch.autograd.grad(loss, [q, k, v, *pe.parameters()])]
 
@@ -125,7 +125,7 @@ def test_the_clamped_share_is_that_of_all_pairs_in_evaluations(name, gates):
     k, v = (zeros, other) if gates == "keys" else (other, zeros)
 
     def read(n):
-        attend(pe, other[:, :, :n], k[:, :, :n], v[:, :, :n], {}, context(pe, n))
+        attend(pe, other[:, :, :n], k[:, :, :n], v[:, :, :n])
 
     read(length)  # training
     pe.eval()

@@ -38,17 +38,17 @@ def test_every_flavour_trains_all_its_parameters_and_decodes_as_it_reads(cfg):
     net = build_gpt("rope", pe={"temperature": "ssmax"}, **cfg)
     checkpointing = build_gpt("rope", pe={"temperature": "ssmax"}, checkpointing=True, **cfg)
     idx = tokens(9)
-    names = [name for name, _ in net.named_parameters()]
+    names = dict(net.named_parameters())
+    cache = Cache()
 
     logits = net(idx)
-    gradients, again = (
-        torch.autograd.grad(net(idx, targets=idx), list(net.parameters())) for net in (net, checkpointing)
-    )
-    cache = Cache()
     in_pieces = [net(piece, cache=cache) for piece in idx.split(4, dim=1)]
+    gradients, again = (
+        torch.autograd.grad(network(idx, targets=idx), list(network.parameters())) for network in (net, checkpointing)
+    )
 
     assert logits.shape == (2, 9, 64 if "vocab_multiple" in cfg else 50)
-    assert any(name.endswith("bias") for name in names) == cfg.get("bias", False)
+    assert any(name.endswith("bias") for name in names) == net.cfg.bias
     assert ("head.weight" in names) != net.cfg.tie_embeddings
     assert all(gradient.any() for gradient in gradients)
     assert_close(again, gradients)
@@ -58,27 +58,26 @@ def test_every_flavour_trains_all_its_parameters_and_decodes_as_it_reads(cfg):
 SCALED_BY_DEPTH = ("attn.out.weight", "mlp.down.weight")
 
 
-def expected_std(name):
-    """Of GPT-2: what is added to the residual stream, twice in each of 8 layers, keeps its variance."""
-    if name.endswith("mix.conv"):  # uniform, as of PyTorch's Conv1d
-        return 0.5 / math.sqrt(3)
-    return 0.02 / math.sqrt(2 * 8) if name.endswith(SCALED_BY_DEPTH) else 0.02
-
-
 def test_initial_values_have_the_distribution_of_gpt_2():
+    """What is added to the residual stream, twice in each of 8 layers, keeps its variance."""
     cfg = GPTConfig(n_layer=8, dim=256, bias=True, sinks=True, conv=4)
     net = GPT(cfg, pe_options("rope", temperature="ssmax"), vocab_size=500, train_len=64)
     for name, parameter in net.named_parameters():
         if name.endswith("ssmax"):
             assert_close(parameter * math.log(64), torch.ones(4, 1, 1))
-        elif parameter.ndim == 1:
+            continue
+        if parameter.ndim == 1:
             is_norm = not name.endswith(("bias", "sinks"))
             assert (parameter == is_norm).all(), name
-        else:
-            std = expected_std(name)
-            error = 5 / math.sqrt(parameter.numel())
-            assert parameter.std().item() == pytest.approx(std, rel=error), name
-            assert abs(parameter.mean().item()) < error * std, name
+            continue
+        std = 0.02
+        if name.endswith(SCALED_BY_DEPTH):
+            std = 0.02 / math.sqrt(2 * 8)
+        if name.endswith("mix.conv"):  # uniform, as of PyTorch's Conv1d
+            std = 0.5 / math.sqrt(3)
+        error = 5 / math.sqrt(parameter.numel())
+        assert parameter.std().item() == pytest.approx(std, rel=error), name
+        assert abs(parameter.mean().item()) < error * std, name
 
 
 def test_initial_values_depend_on_the_seed_and_the_name_alone():
@@ -91,12 +90,6 @@ def test_initial_values_depend_on_the_seed_and_the_name_alone():
     for name, value in weights.items():
         assert torch.equal(value, with_more[name]), name
         assert name.endswith(SCALED_BY_DEPTH) or torch.equal(value, deeper[name]), name
-
-
-def with_offset_keys(k):
-    """Keys of one head [B, T, D], half of whose channels are those of the token before."""
-    first, second = k.chunk(2, dim=-1)
-    return torch.cat((first, F.pad(second, (0, 0, 1, -1))), dim=-1)
 
 
 def by_hand(net, x):
@@ -120,9 +113,11 @@ def by_hand(net, x):
     out = []
     for head, query in enumerate(q):
         shared = head // 2  # two heads share a key and a value
-        scores = query @ with_offset_keys(k[shared]).mT / 4
-        hidden = torch.ones_like(scores).triu(1).bool()
-        out.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[shared])
+        first, second = k[shared].chunk(2, dim=-1)
+        key = torch.cat((first, F.pad(second, (0, 0, 1, -1))), dim=-1)  # half of it is of the token before
+        scores = query @ key.mT / 4
+        is_later = torch.ones_like(scores).triu(1).bool()
+        out.append(scores.masked_fill(is_later, -torch.inf).softmax(-1) @ v[shared])
 
     x = x + norm(block.attn.out(torch.cat(out, dim=-1)), "attn_post_norm")
     hidden = F.gelu(block.mlp.up(norm(x, "mlp_norm")), approximate="tanh")
@@ -164,14 +159,9 @@ def test_parameters_are_counted_by_what_they_are_for():
     total = sum(parameter.numel() for parameter in net.parameters())
     embedding = 50 * 64
     tables = 2 * 16 * 64  # one for each layer
-    expected = {
-        "total": total,
-        "embedding": embedding,
-        "position": tables,
-        "body": total - embedding - tables,
-    }
+    body = total - embedding - tables
 
-    assert n_parameters(net) == expected
+    assert n_parameters(net) == {"total": total, "embedding": embedding, "position": tables, "body": body}
 
 
 def test_sampling_follows_the_distribution():
@@ -189,32 +179,30 @@ def test_sampling_follows_the_distribution():
         return torch.bincount(token, minlength=50) / 5_000
 
     assert_close(shares(), probability, atol=0.025, rtol=0)
-
-    for options, n_allowed in (({"top_k": 3}, 3), ({"top_p": 0.5}, needed_for_one_half)):
-        drawn = shares(**options).nonzero().flatten()
-        assert set(drawn.tolist()) == set(order[:n_allowed].tolist())
-
+    assert set(shares(top_k=3).nonzero().flatten().tolist()) == set(order[:3].tolist())
+    assert set(shares(top_p=0.5).nonzero().flatten().tolist()) == set(order[:needed_for_one_half].tolist())
     assert torch.equal(shares(), shares(seed=0))
     assert not torch.equal(shares(), shares(seed=2))
 
 
-@pytest.mark.parametrize(
-    ("ids", "options", "message"),
-    [
-        ([], {}, "prompt is empty"),
-        ([50], {}, "token id 50 is outside the vocabulary 0..49"),
-        ([-1], {}, "token id -1"),
-        ([1], {"temperature": -1.0}, "temperature=-1"),
-        ([1], {"top_k": 0}, "top_k=0"),
-        ([1], {"top_p": 1.5}, "top_p=1.5"),
-        ([1], {"max_new_tokens": 0}, "max_new_tokens=0"),
-        ([1], {"max_new_tokens": 32}, "a text of 33 tokens is beyond the 32 positions of Learned"),
-    ],
-)
+REFUSED = [
+    ([], {}, "prompt is empty"),
+    ([50], {}, "token id 50 is outside the vocabulary 0..49"),
+    ([-1], {}, "token id -1"),
+    ([1], {"temperature": -1.0}, "temperature=-1"),
+    ([1], {"top_k": 0}, "top_k=0"),
+    ([1], {"top_p": 1.5}, "top_p=1.5"),
+    ([1], {"max_new_tokens": 0}, "max_new_tokens=0"),
+    ([1], {"max_new_tokens": 32}, "a text of 33 tokens is beyond the 32 positions of Learned"),
+]
+
+
+@pytest.mark.parametrize(("ids", "options", "message"), REFUSED)
 def test_generation_refuses_before_the_first_token(ids, options, message):
     idx = torch.tensor([ids], dtype=torch.int64)
+    generated = generate(build_gpt("learned"), idx, **{"max_new_tokens": 1} | options)
     with pytest.raises(ValueError, match=message):
-        next(generate(build_gpt("learned"), idx, **{"max_new_tokens": 1} | options))
+        next(generated)
 
 
 def test_the_loss_is_the_mean_over_the_scored_targets():
@@ -222,10 +210,11 @@ def test_the_loss_is_the_mean_over_the_scored_targets():
     idx = tokens(9)
     targets = idx.clone()
     targets[0, :5] = -100
-    log_p = net(idx)[..., :50].log_softmax(-1)  # padding has no probability
-    nats = -log_p.gather(-1, idx[..., None])[..., 0]
 
-    assert_close(net(idx, targets=targets), nats[targets != -100].mean())
+    logits = net(idx)[..., :50]  # padding has no probability
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+    assert_close(net(idx, targets=targets), expected)
 
 
 @pytest.mark.long

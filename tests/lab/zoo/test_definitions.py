@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same, attend, build_pe, context, variables
+from conftest import assert_same, attend, build_pe, variables
 from definitions import (
     DIM,
     DISTANCE,
@@ -22,17 +22,15 @@ from definitions import (
     inputs,
     turned,
 )
-from torch import nn
 from torch.nn.functional import normalize
 
 from model.position.layer import make_context
 
 
 def convolved(x, kernel):
-    """PyTorch's own convolution, which pads both ends."""
+    """PyTorch's own convolution, whose kernel is the other way round, and which pads both ends."""
     channels, width = kernel.shape
-    conv = nn.Conv1d(channels, channels, width, groups=channels, padding=width - 1, bias=False)
-    padded = torch.func.functional_call(conv, {"weight": kernel[:, None]}, (x.mT,))
+    padded = F.conv1d(x.mT, kernel[:, None], padding=width - 1, groups=channels)
     return padded[..., :T].mT
 
 
@@ -51,16 +49,16 @@ def nape(pe, q, k, v, x):
 
 def path(pe, q, k, v, x):
     """Each token reflects all keys before it."""
-    w = F.silu(convolved(low_rank(pe, x), pe.kernel)).unflatten(-1, (KV, D)).transpose(1, 2)
-    mirrors = heads(normalised(w))  # [B, H, T, D]
-    beta = heads(2 * (x @ pe.strength.T + pe.strength_bias).sigmoid().mT)  # [B, H, T]
+    w = F.silu(convolved(low_rank(pe, x), pe.kernel))
+    mirrors = heads(normalised(w.unflatten(-1, (KV, D)).transpose(1, 2)))  # [B, H, T, D]
+    beta = heads(2 * F.linear(x, pe.strength, pe.strength_bias).sigmoid().mT)  # [B, H, T]
     keys = k
     rows = []
     for t in range(T):
         mirror = mirrors[:, :, t : t + 1]
+        along = (keys * mirror).sum(-1, keepdim=True)
         is_before = (torch.arange(T) < t)[:, None]
-        projection = (keys * mirror).sum(-1, keepdim=True) * mirror
-        keys = keys - is_before * beta[:, :, t, None, None] * projection
+        keys = keys - is_before * beta[:, :, t, None, None] * along * mirror
         rows.append(dot(q[:, :, t : t + 1], keys))
     return torch.cat(rows, dim=2)
 
@@ -71,30 +69,34 @@ def path_fox(pe, q, k, v, x):
 
 def selective_rope(pe, q, k, v, x):
     normed = normalised(x.unflatten(-1, (H, -1))).flatten(-2)
-    phi = convolved(low_rank(pe, normed), pe.kernel).unflatten(-1, (KV, D // 2))
-    angle = heads(phi.cumsum(1).transpose(1, 2) * frequencies(500_000.0))
+    phi = convolved(low_rank(pe, normed), pe.kernel)
+    sums = phi.unflatten(-1, (KV, D // 2)).cumsum(1).transpose(1, 2)
+    angle = heads(sums * frequencies(500_000.0))
     return dot(turned(q, angle), turned(k, angle))
 
 
 def pope(pe, q, k, v, x):
-    magnitude = F.softplus(q)[:, :, :, None] * F.softplus(k)[:, :, None]  # [B, H, T, T, D]
     frequency = 10_000.0 ** (-torch.arange(D, dtype=torch.float64) / D)
     delta = heads(pe.delta[None]).clamp(-2 * math.pi, 0)[0, :, None, None]
-    phase = DISTANCE[..., None] * frequency - delta
-    return (magnitude * phase.cos()).sum(-1) / math.sqrt(D)
+    phase = DISTANCE[..., None] * frequency - delta  # [H, T, T, D]
+    products = torch.einsum("bhid,bhjd,hijd->bhij", F.softplus(q), F.softplus(k), phase.cos())
+    return products / math.sqrt(D)
 
 
 def lerope(pe, q, k, v, x):
-    angle = torch.arange(T)[:, None] * frequencies() * pe.alpha.exp()
-    log_pos = torch.arange(1, T + 1).double().log()[:, None]
-    factor = pe.scale_by_head[:, None, None] * log_pos + pe.offset[:, None, None]
+    position = torch.arange(T, dtype=torch.float64)[:, None]
+    angle = position * frequencies() * pe.alpha.exp()
+    scale = pe.scale_by_head[:, None, None]
+    offset = pe.offset[:, None, None]
+    factor = scale * (position + 1).log() + offset
     return dot(turned(factor * q, angle), turned(k, angle))
 
 
 def profiles(pe, q, k, v, x):
     profile = torch.einsum("btc,hrc,rd->bhtd", x, pe.mix, pe.distances)
-    of_pairs = profile.gather(-1, PAST.clamp(max=pe.max_distance).expand(*profile.shape[:2], T, T))
-    return dot(q, k) + of_pairs * (pe.max_distance >= PAST)
+    distance = PAST.clamp(max=pe.max_distance).expand(*profile.shape[:2], T, T)
+    is_near = pe.max_distance >= PAST
+    return dot(q, k) + profile.gather(-1, distance) * is_near
 
 
 def scale_invariant(pe, q, k, v, x):
@@ -107,8 +109,9 @@ def xpos(pe, q, k, v, x):
     zeta = (torch.arange(0, D, 2) + 0.3 * D) / (1.3 * D)
     decay = zeta.double() ** (PAST[..., None] / 50)  # [T, T, pairs]
     angle = torch.arange(T)[:, None] * frequencies()
-    q_pairs, k_pairs = (turned(x, angle).unflatten(-1, (2, -1)) for x in (q, k))
-    return torch.einsum("bhicp,bhjcp,ijp->bhij", q_pairs, k_pairs, decay) / math.sqrt(D)
+    q = turned(q, angle).unflatten(-1, (2, -1))  # [B, H, T, 2, pairs]
+    k = turned(k, angle).unflatten(-1, (2, -1))
+    return torch.einsum("bhicp,bhjcp,ijp->bhij", q, k, decay) / math.sqrt(D)
 
 
 CASES = [
@@ -136,14 +139,16 @@ def test_scores_are_those_of_the_paper(formula, options, window):
 
 @torch.no_grad()
 def test_a_phase_of_pope_beyond_its_limits_is_the_limit():
-    q, k, v, _ = (x.float() for x in inputs())
-    pe = build_pe("pope", n_kv_head=KV)
+    q, k, v, _ = inputs()
+    pe = build_pe("pope", n_kv_head=KV).double()
     limits = torch.tensor([-2 * math.pi, 0.0]).repeat(KV, D // 2)
-    pe.delta.copy_(limits)
-    expected = attend(pe, q, k, v, {}, context(pe, T))
-    pe.delta.add_(torch.tensor([-1.0, 1.0]).repeat(KV, D // 2))
+    beyond = torch.tensor([-1.0, 1.0]).repeat(KV, D // 2)
 
-    assert torch.equal(attend(pe, q, k, v, {}, context(pe, T)), expected)
+    pe.delta.copy_(limits)
+    expected = attend(pe, q, k, v)
+    pe.delta.add_(beyond)
+
+    assert torch.equal(attend(pe, q, k, v), expected)
 
 
 def test_xpos_is_finite_up_to_its_limit_and_an_error_beyond():
@@ -172,27 +177,27 @@ def test_stick_breaking_gives_each_key_its_share_of_what_is_left(remainder):
     pe = build_pe("stick_breaking", n_kv_head=KV, remainder=remainder)
     q, k, v, _ = inputs()
     shares = dot(q, heads(k)).sigmoid()
-    left = torch.ones(*q.shape[:3])
+    left = torch.ones(*q.shape[:3], 1)
     expected = torch.zeros_like(q)
     for distance in range(1, T):  # the nearest key takes its share first
         share = shares.diagonal(-distance, 2, 3)  # of the queries that have a key so far back
-        share = F.pad(share, (distance, 0))
-        expected = expected + (left * share)[..., None] * heads(v).roll(distance, 2)
+        share = F.pad(share, (distance, 0))[..., None]
+        expected = expected + left * share * heads(v).roll(distance, 2)
         left = left * (1 - share)
     if remainder:
-        expected = expected + left[..., None] * heads(v)
+        expected = expected + left * heads(v)
 
-    out = attend(pe, q, k, v, {}, context(pe, T))
+    out = attend(pe, q, k, v)
 
     assert_same(out, expected, [q, k, v])
 
 
-def delta_rule(q, k, v, f, beta):
-    """What one head reads, [T, D], with q, k, v [T, D] and the gates f and beta [T]."""
+def delta_rule(q, k, v, forget, beta):
+    """What one head reads, [T, D], with q, k, v [T, D] and the gates forget and beta [T]."""
     memory = torch.zeros(D, D, dtype=torch.float64)
     out = []
     for t in range(len(q)):
-        memory = f[t] * memory
+        memory = forget[t] * memory
         lacking = v[t] - k[t] @ memory  # at this key
         memory = memory + beta[t] * torch.outer(k[t], lacking)
         out.append(q[t] @ memory / math.sqrt(D))
@@ -202,14 +207,24 @@ def delta_rule(q, k, v, f, beta):
 @pytest.mark.parametrize("length", [7, 259])  # less than a block, and more than two
 def test_the_gated_delta_rule_is_its_recurrence(length):
     pe = build_pe("gated_delta", n_kv_head=KV, temperature="head").double()
-    q, k, v, x = variables((1, H, length, D), (1, KV, length, D), (1, KV, length, D), (1, length, DIM))
-    unit_q = normalize(q, dim=-1, eps=0) * pe.head_factor
-    unit_k = heads(normalize(k, dim=-1, eps=0))
-    f = (x @ pe.gate.T + pe.gate_bias).sigmoid().mT
-    beta = heads((x @ pe.strength.T + pe.strength_bias).sigmoid().mT)
-    by_head = [delta_rule(*parts) for parts in zip(unit_q[0], unit_k[0], heads(v)[0], f[0], beta[0], strict=True)]
+    q, k, v, x = variables(
+        (1, H, length, D),
+        (1, KV, length, D),
+        (1, KV, length, D),
+        (1, length, DIM),
+    )
+    forget = F.linear(x, pe.gate, pe.gate_bias).sigmoid().mT
+    beta = heads(F.linear(x, pe.strength, pe.strength_bias).sigmoid().mT)
+    by_head = zip(
+        normalize(q[0], dim=-1, eps=0) * pe.head_factor,
+        heads(normalize(k, dim=-1, eps=0))[0],
+        heads(v)[0],
+        forget[0],
+        beta[0],
+        strict=True,
+    )
+    expected = torch.stack([delta_rule(*parts) for parts in by_head])[None]
 
-    out = attend(pe, q, k, v, pe.state(x), context(pe, length))
-    expected = torch.stack(by_head)[None]
+    out = attend(pe, q, k, v, x)
 
     assert_same(out, expected, [q, k, v, x, *pe.parameters()], tol=1e-5)  # a length of 1 has an epsilon
