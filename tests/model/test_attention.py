@@ -114,8 +114,8 @@ def test_scores_are_not_rounded_to_16_bit(name):
         out = context(pe, n).attend(pe, q, k, v, state, layer="layer")
 
     state = {key: value.double() for key, value in state.items()}
-    q, k, v = (tensor.double() for tensor in (q, k, v))
-    exact = context(pe, n).attend(pe.double(), q, k, v, state, layer="layer")
+    q, k, v, pe = (x.double() for x in (q, k, v, pe))
+    exact = context(pe, n).attend(pe, q, k, v, state, layer="layer")
     # A score is a sum of less than 64 terms in fp32. Weights, their sums with values, and the result are of 16 bit.
     largest = (q.abs().transpose(1, 2) @ k.abs().permute(0, 2, 3, 1)).max().item()
     of_scores = math.expm1(2 * 64 * 2.0**-24 * largest)
