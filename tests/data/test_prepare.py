@@ -123,7 +123,13 @@ def test_a_damaged_file_is_refused(intact, name):
     assert prepared(None, intact.cache_dir, files=intact.files).identity() == intact.identity()
 
 
-@pytest.mark.parametrize(("write", "made"), [(prepare.prepare, Tokenizer()), (prepare.trained_tokenizer, 258)])
+@pytest.mark.parametrize(
+    ("write", "made"),
+    [
+        (prepare.prepare, Tokenizer()),
+        (prepare.trained_tokenizer, 258),
+    ],
+)
 def test_documents_that_change_while_they_are_read_are_refused(corpus, tmp_path, write, made):
     """Their numbers would shift: pieces of one file would be in both splits, and others in none."""
     whole = read_files([(path.name, path) for path in corpus.rglob("*.txt")], 256)
@@ -155,7 +161,11 @@ def test_preparing_that_was_killed_is_done_again_once_by_two_processes(corpus, s
         return [process.exitcode for process in processes]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Tokenizer, "encode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(
+            Tokenizer,
+            "encode",
+            lambda *_: os.kill(os.getpid(), signal.SIGKILL),
+        )
         assert exit_codes(1) == [-signal.SIGKILL]
 
     assert list(cache.glob("*.partial/val.bin"))

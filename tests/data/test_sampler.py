@@ -69,7 +69,17 @@ DIVISION = {"grad_accum_steps": 2, "rank": 1, "world_size": 2}
     [
         (0, {}, [(range(8), 8), (range(8, 16), 8), (range(8, 12), 16)]),
         (3, {}, [(range(12, 16), 16)]),
-        (1, DIVISION, [([10, 11], 8), ([14, 15], 8), ([9], 16), ([11], 16), ([13], 16)]),
+        (
+            1,
+            DIVISION,
+            [
+                ([10, 11], 8),
+                ([14, 15], 8),
+                ([9], 16),
+                ([11], 16),
+                ([13], 16),
+            ],
+        ),
     ],
 )
 def test_a_step_has_the_same_samples_whatever_came_before(start, division, expected):

@@ -237,7 +237,11 @@ def test_where_documents_are_masked_no_target_is_in_another_document(source):
         validation = data.validation(64, EVERYTHING)
         return data.train_batch(range(300), 100, 0), validation.batch(0, 50)
 
-    for (x, y), (masked_x, masked_y) in zip(batches(source), batches(masked), strict=True):
+    for (x, y), (masked_x, masked_y) in zip(
+        batches(source),
+        batches(masked),
+        strict=True,
+    ):
         assert end in x
         assert torch.equal(masked_x, x)
         assert torch.equal(masked_y, y.masked_fill(x == end, IGNORE_INDEX))

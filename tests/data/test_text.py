@@ -27,7 +27,11 @@ def pieces_of(folder, content, document_bytes):
 
 
 @settings(max_examples=50)
-@given(lines=st.lists(st.integers(0, 200), max_size=12), size=st.integers(1, 90), mark=st.booleans())
+@given(
+    lines=st.lists(st.integers(0, 200), max_size=12),
+    size=st.integers(1, 90),
+    mark=st.booleans(),
+)
 @example(lines=[1, 1], size=2, mark=False)  # the last line has no end, and belongs to the first piece
 def test_the_pieces_of_any_file_are_its_bytes_cut_between_lines(tmp_path_factory, lines, size, mark):
     """`lines` are the lengths of a file's lines; each is of another letter. A byte order mark is no text."""
@@ -178,7 +182,12 @@ def rows(tmp_path, monkeypatch):
     dataset.to_json(tmp_path / "t.json")
     dataset.save_to_disk(tmp_path / "arrow")
     for kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        table = pyarrow.table({"text": pyarrow.array(TEXTS).cast(kind), "number": numbers})
+        table = pyarrow.table(
+            {
+                "text": pyarrow.array(TEXTS).cast(kind),
+                "number": numbers,
+            }
+        )
         parquet.write_table(table, tmp_path / f"{kind}.parquet")
     return tmp_path
 
@@ -190,7 +199,13 @@ FORMATS = ["string.parquet", "large_string.parquet", "string_view.parquet", "t.j
 def test_every_local_format_gives_its_rows_and_is_prepared_once(rows, file):
     cache = rows / "cache"
     for _ in range(2):  # the second finds what the first has made
-        source = prepared(None, cache, "HuggingFace", path=file.rpartition(".")[2], data_files=str(rows / file))
+        source = prepared(
+            None,
+            cache,
+            "HuggingFace",
+            path=file.rpartition(".")[2],
+            data_files=str(rows / file),
+        )
     texts = documents_of(source, "train") + documents_of(source, "val")
 
     assert sorted(texts) == sorted(TEXTS)
@@ -227,13 +242,20 @@ def test_nothing_but_data_classes_is_built(target):
         data.resolve(target)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "conf" / "data").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    sorted((ROOT / "conf" / "data").glob("*.yaml")),
+    ids=lambda path: path.stem,
+)
 def test_every_option_stands_in_its_yaml_with_its_default(path):
     """A configuration file documents its class: no option is missing, none invented, none has another default."""
     config = OmegaConf.load(path)
     for parent in config.pop("defaults", []):
         if parent != "_self_":
-            config = OmegaConf.merge(OmegaConf.load(path.with_name(f"{parent}.yaml")), config)
+            config = OmegaConf.merge(
+                OmegaConf.load(path.with_name(f"{parent}.yaml")),
+                config,
+            )
     values = OmegaConf.to_container(config)
     cls = data.resolve(values.pop("_target_"))
     defaults = {}

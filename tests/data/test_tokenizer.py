@@ -133,8 +133,17 @@ def sentencepiece_bpe():
     tokenizer = lib.Tokenizer(lib.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     normalizers = [lib.normalizers.Prepend("▁"), lib.normalizers.Replace(" ", "▁")]
     tokenizer.normalizer = lib.normalizers.Sequence(normalizers)
-    decoders = [lib.decoders.Replace("▁", " "), lib.decoders.ByteFallback(), lib.decoders.Fuse()]
-    tokenizer.decoder = lib.decoders.Sequence([*decoders, lib.decoders.Strip(" ", 1, 0)])
+    decoders = [
+        lib.decoders.Replace("▁", " "),
+        lib.decoders.ByteFallback(),
+        lib.decoders.Fuse(),
+    ]
+    tokenizer.decoder = lib.decoders.Sequence(
+        [
+            *decoders,
+            lib.decoders.Strip(" ", 1, 0),
+        ]
+    )
     return tokenizer, lib.trainers.BpeTrainer(special_tokens=BYTE_TOKENS, vocab_size=600)
 
 
@@ -184,7 +193,12 @@ def test_published_tokenizers_are_read_as_their_library_does(kind, tmp_path):
 
     texts = random_texts([*WORDS, *SPECIAL_WORDS, *map(chr, range(32, 383))], 1_000)
     encodings = theirs.encode_batch(texts, add_special_tokens=False)
-    for text, ids, encoding in zip(texts, encoded(ours, texts), encodings, strict=True):
+    for text, ids, encoding in zip(
+        texts,
+        encoded(ours, texts),
+        encodings,
+        strict=True,
+    ):
         written = unicodedata.normalize("NFC", text) if kind == "qwen" else text
         blank = kind == "llama2" and text != ""  # before a text
 
@@ -257,7 +271,18 @@ def test_a_folder_without_its_file_is_named_with_the_reason(tmp_path):
             HFTokenizer(str(tmp_path))
 
 
-ENDS = [-1, 10**30, True, [True], [0.5], {"content": [1]}, "", None, [], {"content": "x"}]
+ENDS = [
+    -1,
+    10**30,
+    True,
+    [True],
+    [0.5],
+    {"content": [1]},
+    "",
+    None,
+    [],
+    {"content": "x"},
+]
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "generation_config.json", "config.json"])
@@ -265,7 +290,12 @@ def test_any_end_token_is_an_id_or_an_error_that_names_a_file(tmp_path, file):
     end = published("gpt2", tmp_path).token_to_id("<|end|>")
     (tmp_path / "tokenizer_config.json").unlink()
 
-    for value in [[], 1, *({"eos_token": end} for end in ENDS), *({"eos_token_id": end} for end in ENDS)]:
+    for value in [
+        [],
+        1,
+        *({"eos_token": end} for end in ENDS),
+        *({"eos_token_id": end} for end in ENDS),
+    ]:
         (tmp_path / file).write_text(json.dumps(value))
         with pytest.raises(ValueError, match=rf"{tmp_path}/\w*config\.json"):
             HFTokenizer(str(tmp_path))
@@ -357,7 +387,11 @@ def test_windows_and_prompts_begin_as_the_tokenizer_begins_texts(tmp_path):
     def parts(data):
         return data.validation(16, 64), *data.eval_sets([8, 16], target_tokens=4, sequences=4)
 
-    for (x, y), (plain_x, plain_y) in zip(batches(source), batches(plain), strict=True):
+    for (x, y), (plain_x, plain_y) in zip(
+        batches(source),
+        batches(plain),
+        strict=True,
+    ):
         assert (x[:, 0] == start).all()
         assert torch.equal(x[:, 1:], plain_x[:, 1:])
         assert torch.equal(y, plain_y)

@@ -46,7 +46,12 @@ def test_the_learned_table_is_interpolated_as_defined(scale):
         share, below = math.modf(position / scale)
         above = min(below + 1, 7)
         expected = (1 - share) * pe.table[int(below)] + share * pe.table[int(above)]
-        torch.testing.assert_close(added[:, position], expected.expand(2, 6), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            added[:, position],
+            expected.expand(2, 6),
+            rtol=0,
+            atol=1e-6,
+        )
 
 
 @pytest.mark.parametrize(

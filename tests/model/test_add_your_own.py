@@ -51,7 +51,11 @@ def test_the_example_passes_every_universal_test(project):
     live(options, partial(enter, project), f"{project}/said", program="pytest")
     said = (project / "said").read_text()
     outcomes = dict(re.findall(r"::(\w+)\[[^\]]*triangle[^\]]*\] ([A-Z]+)", said))
-    tests = re.findall(r"^def (test_\w+)\((?:encoding|placed|name)\b", (ROOT / UNIVERSAL).read_text(), re.M)
+    tests = re.findall(
+        r"^def (test_\w+)\((?:encoding|placed|name)\b",
+        (ROOT / UNIVERSAL).read_text(),
+        re.M,
+    )
 
     assert " failed" not in said
     assert outcomes == dict.fromkeys(tests, "PASSED"), said

@@ -116,7 +116,10 @@ COMPILED = {"dynamic": False, "options": {"fx_graph_cache": False}}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "is_compiled",
+    [False, pytest.param(True, marks=pytest.mark.long)],
+)
 def test_alibi_keeps_its_precision_in_bf16(is_compiled):
     """Scores of zero: the weights are those of the bias alone, where m_h j reaches thousands."""
     length = 4096
@@ -141,7 +144,16 @@ def test_alibi_slopes_equal_bloom(n_head):
     assert_close(slopes, bloom[:, 0, 1], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (32, 17), (2, 2), (8, 64), (64, 1000)])
+@pytest.mark.parametrize(
+    ("num_buckets", "max_distance"),
+    [
+        (32, 128),
+        (32, 17),
+        (2, 2),
+        (8, 64),
+        (64, 1000),
+    ],
+)
 def test_t5_buckets_equal_transformers(num_buckets, max_distance):
     options = {"num_buckets": num_buckets, "max_distance": max_distance}
     distance = torch.arange(3 * max_distance)

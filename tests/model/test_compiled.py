@@ -29,7 +29,10 @@ def test_compiled_gradients_are_those_in_float64(name):
     net = build_gpt(name, train_len=64, n_layer=1, n_kv_head=2, init_std=0.06).train()
     idx = tokens(150)
     # PyTorch's cache does not know for which instructions of the processor its code was written.
-    loss = torch.compile(net, dynamic=False, options={"fx_graph_cache": False})(idx, targets=idx)
+    loss = torch.compile(net, dynamic=False, options={"fx_graph_cache": False})(
+        idx,
+        targets=idx,
+    )
     found = torch.autograd.grad(loss, list(net.parameters()))
     net.double()
     expected = torch.autograd.grad(net(idx, targets=idx), list(net.parameters()))

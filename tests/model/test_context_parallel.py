@@ -47,7 +47,11 @@ def error(length: int, *, checkpointing: bool = False, **options) -> float:
     """
     net = build_gpt(train_len=16, init_std=0.125, checkpointing=checkpointing, **options).double()
     shared = Shared(dist.group.WORLD, recompute=not checkpointing)
-    texts = torch.randint(50, (2, 2, length), generator=torch.Generator().manual_seed(2))
+    texts = torch.randint(
+        50,
+        (2, 2, length),
+        generator=torch.Generator().manual_seed(2),
+    )
     texts[1, 0, : -length // 8] = IGNORE_INDEX  # some pieces have no target
     errors = []
     for scale in scales_of(net.encodings):
@@ -120,7 +124,13 @@ def test_every_token_is_in_one_piece_and_every_rank_has_as_much_work():
     assert of_shorter == parts[0][:-5] + [IGNORE_INDEX] * 5
 
 
-@pytest.mark.parametrize("options", [{"conv": 4}, {"key_offset": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"conv": 4},
+        {"key_offset": True},
+    ],
+)
 def test_what_needs_the_tokens_before_a_piece_is_refused(options):
     net = build_gpt("rope", **options)
     with pytest.raises(ValueError, match=r"model\.conv and model\.key_offset"):

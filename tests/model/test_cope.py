@@ -108,13 +108,22 @@ def test_in_16_bit_positions_and_gradients_are_those_of_fp32(name, options, prec
         pe.float()
     found = outputs(*(x.requires_grad_() for x in tensors), autocast=is_mixed)
     pe.float()
-    expected = outputs(*(x.detach().float().requires_grad_() for x in tensors), autocast=False)
+    expected = outputs(
+        *(x.detach().float().requires_grad_() for x in tensors),
+        autocast=False,
+    )
 
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b.to(a.dtype))
 
 
-@pytest.mark.parametrize(("name", "gates"), [("cope", "keys"), ("cope_rope", "values")])
+@pytest.mark.parametrize(
+    ("name", "gates"),
+    [
+        ("cope", "keys"),
+        ("cope_rope", "values"),
+    ],
+)
 def test_the_clamped_share_is_that_of_all_pairs_in_evaluations(name, gates):
     """Keys of zero, or values, make all gates 1/2: position i - j + 1 is then a multiplication."""
     length = 32

@@ -56,7 +56,11 @@ def test_the_gradient_is_that_of_the_documents_one_by_one(name, cfg, checkpointi
     idx[1, 20] = END
     sizes = [7, 1, 23, 9, 21, 19]
     expected = 0
-    for x, y in zip(idx.flatten().split(sizes), targets.flatten().split(sizes), strict=True):
+    for x, y in zip(
+        idx.flatten().split(sizes),
+        targets.flatten().split(sizes),
+        strict=True,
+    ):
         share = x.numel() / idx.numel()
         expected = expected + share * net(x[None], targets=y[None])
 

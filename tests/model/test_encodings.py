@@ -161,7 +161,12 @@ def test_logits_depend_on_no_later_token_and_on_no_text_read_before(placed):
         other_logits = read(other_end)
 
         close(logits[:, :half], other_logits[:, :half], 1e-6)
-        assert not torch.allclose(logits[:, -1], other_logits[:, -1], rtol=0, atol=1e-4)
+        assert not torch.allclose(
+            logits[:, -1],
+            other_logits[:, -1],
+            rtol=0,
+            atol=1e-4,
+        )
         assert torch.equal(read(tokens(8)), short)
 
 

@@ -107,14 +107,22 @@ def by_hand(net, x):
 
     qkv = block.attn.qkv(norm(x, "attn_norm"))
     # PyTorch's convolution has its kernel the other way round, and is causal only with padding that is cut off again.
-    convolved = F.conv1d(qkv.mT, kernel.flip(1)[:, None], padding=width - 1, groups=channels)
+    convolved = F.conv1d(
+        qkv.mT,
+        kernel.flip(1)[:, None],
+        padding=width - 1,
+        groups=channels,
+    )
     qkv = qkv + convolved[..., : x.size(1)].mT
     q, k, v = (heads.split(16, dim=-1) for heads in qkv.split([64, 32, 32], dim=-1))
     out = []
     for head, query in enumerate(q):
         shared = head // 2  # two heads share a key and a value
         first, second = k[shared].chunk(2, dim=-1)
-        key = torch.cat((first, F.pad(second, (0, 0, 1, -1))), dim=-1)  # half of it is of the token before
+        key = torch.cat(
+            (first, F.pad(second, (0, 0, 1, -1))),
+            dim=-1,
+        )  # half of it is of the token before
         scores = query @ key.mT / 4
         is_later = torch.ones_like(scores).triu(1).bool()
         out.append(scores.masked_fill(is_later, -torch.inf).softmax(-1) @ v[shared])
@@ -139,7 +147,13 @@ def test_what_reset_parameters_leaves_out_is_an_error(monkeypatch):
         build_gpt("learned")
 
 
-@pytest.mark.parametrize("cfg", [{}, {"norm": "rmsnorm", "mlp": "swiglu", "n_kv_head": 2, "tie_embeddings": False}])
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        {},
+        {"norm": "rmsnorm", "mlp": "swiglu", "n_kv_head": 2, "tie_embeddings": False},
+    ],
+)
 def test_operations_are_those_that_pytorch_counts(cfg):
     """But for attention, whose causal half it counts whole."""
     net = build_gpt("nope", **cfg)
@@ -212,13 +226,24 @@ def test_the_loss_is_the_mean_over_the_scored_targets():
     targets[0, :5] = -100
 
     logits = net(idx)[..., :50]  # padding has no probability
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    expected = F.cross_entropy(
+        logits.flatten(0, 1),
+        targets.flatten(),
+        ignore_index=-100,
+    )
 
     assert_close(net(idx, targets=targets), expected)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("dtype", "vocab_size"), [(torch.float32, 64), (torch.float32, 50), (torch.bfloat16, 64)])
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size"),
+    [
+        (torch.float32, 64),
+        (torch.float32, 50),
+        (torch.bfloat16, 64),
+    ],
+)
 def test_training_holds_its_logits_once(monkeypatch, dtype, vocab_size):
     """In pieces, with padding and targets that do not count; the gradient is that of PyTorch's loss, bit for bit."""
     monkeypatch.setitem(LOSS_PIECE, "cpu", 64 * 32)
@@ -232,7 +257,10 @@ def test_training_holds_its_logits_once(monkeypatch, dtype, vocab_size):
     assert_close(own, loss)
 
     gradients = []
-    needed = peak_memory(lambda: gradients.extend(torch.autograd.grad(own / 960, ours)), "cpu")
+    needed = peak_memory(
+        lambda: gradients.extend(torch.autograd.grad(own / 960, ours)),
+        "cpu",
+    )
 
     assert needed < 0.4 * logits.nbytes
     assert torch.equal(gradients[0], *torch.autograd.grad(loss / 960, theirs))

@@ -60,7 +60,16 @@ def read(name, head_dim, original_len, scale, base, length=None, **options):
     options["base"] = base
     if name in SCALED:
         options["scale"] = scale
-    pe = at_last_scale(build_pe(name, dim=head_dim, n_head=1, head_dim=head_dim, train_len=original_len, **options))
+    pe = at_last_scale(
+        build_pe(
+            name,
+            dim=head_dim,
+            n_head=1,
+            head_dim=head_dim,
+            train_len=original_len,
+            **options,
+        )
+    )
     return pe.frequencies(length or original_len), math.sqrt(pe.logit_scale)
 
 
@@ -101,8 +110,23 @@ def test_frequencies_equal_transformers(name, options, kind, lengths, head_dim, 
     else:
         parameters["factor"] = scale
 
-    frequencies, factor = read(name, head_dim, original_len, scale, base, length, **options)
-    their_frequencies, their_factor = reference(kind, head_dim, original_len, base, length, **parameters)
+    frequencies, factor = read(
+        name,
+        head_dim,
+        original_len,
+        scale,
+        base,
+        length,
+        **options,
+    )
+    their_frequencies, their_factor = reference(
+        kind,
+        head_dim,
+        original_len,
+        base,
+        length,
+        **parameters,
+    )
 
     # Theirs are float32: relative to each frequency, since the low ones are 1e-5 and less.
     assert_close(frequencies, their_frequencies.double(), rtol=1e-6, atol=1e-12)
@@ -132,7 +156,14 @@ def test_frequencies_that_transformers_lacks_are_those_of_the_papers(head_dim, o
         ("yarn", {"ramp": "paper"}, by_parts, yarn_factor),
         ("longrope", {"length": original_len + 1}, ntk, longrope_factor),
     ):
-        frequencies, factor = read(name, head_dim, original_len, scale, base, **options)
+        frequencies, factor = read(
+            name,
+            head_dim,
+            original_len,
+            scale,
+            base,
+            **options,
+        )
         assert_close(frequencies, expected, rtol=1e-12, atol=0)
         assert factor == pytest.approx(expected_factor)
 
@@ -144,7 +175,11 @@ def test_every_scaling_trains_as_rope_bit_for_bit(name):
     rope = build_pe("rope")
     positions = torch.arange(100)
 
-    for ours, theirs in zip(pe.tables(positions, 100), rope.tables(positions, 100), strict=True):
+    for ours, theirs in zip(
+        pe.tables(positions, 100),
+        rope.tables(positions, 100),
+        strict=True,
+    ):
         assert torch.equal(ours, theirs)
 
     assert pe.scales == (pe.unscaled, 8)
@@ -211,7 +246,10 @@ def test_interleaved_layout_is_the_half_layout_of_permuted_channels(name, share)
 
 @pytest.mark.parametrize("activations", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [name for name in ROTARY if build_pe(name).max_len is None])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in ROTARY if build_pe(name).max_len is None],
+)
 def test_angles_are_exact_at_position_65535(name, weights, activations):
     """A unit vector comes out as the cosine and sine of its angle, with a rounding to fp32 and one to its own type."""
     pe = build_pe(name, head_dim=64, train_len=4096, partial_rotary_factor=1.0).to(weights)
@@ -257,7 +295,14 @@ def test_values_are_turned_by_the_distance(name):
     assert_close(out, expected, rtol=1e-5, atol=1e-5)  # tables are fp32
 
 
-@pytest.mark.parametrize(("head_dim", "length", "base"), [(32, 128, 24.9), (64, 512, 93.9), (16, 100, None)])
+@pytest.mark.parametrize(
+    ("head_dim", "length", "base"),
+    [
+        (32, 128, 24.9),
+        (64, 512, 93.9),
+        (16, 100, None),
+    ],
+)
 def test_at_base_auto_the_slowest_pair_turns_once_in_the_trained_length(head_dim, length, base):
     """At base auto; the bases at 128 and 512 tokens are those that the literature names."""
     pe = build_pe("rope", head_dim=head_dim, train_len=length, base="auto")
@@ -267,7 +312,13 @@ def test_at_base_auto_the_slowest_pair_turns_once_in_the_trained_length(head_dim
     assert base is None or pe.base == pytest.approx(base, rel=1e-2)
 
 
-@pytest.mark.parametrize(("head_dim", "length"), [(2, 64), (16, 4)])
+@pytest.mark.parametrize(
+    ("head_dim", "length"),
+    [
+        (2, 64),
+        (16, 4),
+    ],
+)
 def test_base_auto_is_the_usual_base_where_no_pair_can_turn_once(head_dim, length):
     """A single pair turns at every token, whatever the base; and 4 tokens are less than a turn of the fastest pair."""
     assert build_pe("rope", head_dim=head_dim, train_len=length, base="auto").base == pytest.approx(10_000.0)
@@ -275,7 +326,11 @@ def test_base_auto_is_the_usual_base_where_no_pair_can_turn_once(head_dim, lengt
 
 @pytest.mark.parametrize(
     ("train_len", "window", "tokens"),
-    [(128, 0.25, 32), (2, 0.1, 1), (2, 1, 1)],
+    [
+        (128, 0.25, 32),
+        (2, 0.1, 1),
+        (2, 1, 1),
+    ],
 )
 def test_a_window_below_one_is_a_share_of_the_trained_length(train_len, window, tokens):
     assert build_pe("rope", train_len=train_len, window=window).window == tokens

@@ -51,7 +51,13 @@ def test_weights_without_an_end_are_refused(folder):
         serialization.load(folder)
 
 
-@pytest.mark.parametrize(("key", "without", "value"), [("gate", "none", "head"), ("conv_at", "B", "AB")])
+@pytest.mark.parametrize(
+    ("key", "without", "value"),
+    [
+        ("gate", "none", "head"),
+        ("conv_at", "B", "AB"),
+    ],
+)
 def test_a_model_of_an_older_version_is_read_if_it_did_without_what_is_gone(folder, key, without, value):
     expected = serialization.load(folder)(IDX)
     model = serialization.describe(folder)["model"]
@@ -72,6 +78,10 @@ def test_a_convolution_is_read_by_its_older_name(tmp_path):
     weights["blocks.0.attn.qkv_conv.weight"] = weights.pop("blocks.0.attn.mix.conv")
 
     save_file(weights, path)
-    changed(tmp_path, checksum=None, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    changed(
+        tmp_path,
+        checksum=None,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
 
     assert torch.equal(serialization.load(tmp_path)(IDX), net(IDX))

@@ -114,7 +114,12 @@ def test_readings_train_as_rope_and_leave_short_texts_alone(name):
     short = text[:, : L // 8]
 
     assert torch.equal(net(text), rope(text))
-    torch.testing.assert_close(net(short, encodings=read_at(net, reading)), rope(short), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        net(short, encodings=read_at(net, reading)),
+        rope(short),
+        rtol=0,
+        atol=2e-5,
+    )
     for length, scale in ((L, trained), (L + 1, reading)):
         scales = {pe.active_scale for pe in for_length(net.encodings, length, L)}
         assert scales == {scale}

@@ -110,7 +110,14 @@ def test_what_is_drawn_without_a_weight_is_uniform(what):
     assert chisquare([*counts.values()]).pvalue > P
 
 
-@pytest.mark.parametrize(("difficulty", "p"), [("in-distribution", 0.8), ("dense", 0.1), ("sparse", 0.98)])
+@pytest.mark.parametrize(
+    ("difficulty", "p"),
+    [
+        ("in-distribution", 0.8),
+        ("dense", 0.1),
+        ("sparse", 0.98),
+    ],
+)
 def test_flip_flop_ignores_with_the_probability_of_its_difficulty(difficulty, p):
     instructions = Counter()
     for symbols, _ in samples_of(FlipFlop(), 500, 128, difficulty):
@@ -124,7 +131,13 @@ def test_flip_flop_ignores_with_the_probability_of_its_difficulty(difficulty, p)
     assert chisquare(counts, expected).pvalue > P
 
 
-@pytest.mark.parametrize(("task", "longest"), [(Counting(variables=2), 20), (Copy(), 10)])
+@pytest.mark.parametrize(
+    ("task", "longest"),
+    [
+        (Counting(variables=2), 20),
+        (Copy(), 10),
+    ],
+)
 def test_full_samples_have_the_size_that_fits(task, longest):
     for _, answers in samples_of(task, 20, 21, "full"):
         assert min(answers) == longest
@@ -152,7 +165,13 @@ def test_the_gaps_of_recall_are_drawn_one_after_another_by_their_weight():
     assert chisquare(counts, expected).pvalue > P
 
 
-@pytest.mark.parametrize(("density", "pairs"), [(None, (8, 8, 8)), (0.5, (4, 8, 64))])
+@pytest.mark.parametrize(
+    ("density", "pairs"),
+    [
+        (None, (8, 8, 8)),
+        (0.5, (4, 8, 64)),
+    ],
+)
 def test_a_longer_recall_has_more_filler_or_as_many_pairs_for_its_length(density, pairs):
     task = Recall(density=density, keys=64)
     for length, n in zip((32, 64, 512), pairs, strict=True):
@@ -216,7 +235,12 @@ def are_alike(a, b):
 
 @pytest.mark.parametrize(
     ("variables", "weights", "cap"),
-    [(1, [1, 50, 7], 10), (3, [1, 2, 7], 3), (5, [1, 4, 2], 10), (2, [1, 0, 4], 2)],
+    [
+        (1, [1, 50, 7], 10),
+        (3, [1, 2, 7], 3),
+        (5, [1, 4, 2], 10),
+        (2, [1, 0, 4], 2),
+    ],
 )
 def test_counting_is_as_its_grammar_draws_it(variables, weights, cap):
     task = Counting(variables=variables, weights=weights, cap=cap)

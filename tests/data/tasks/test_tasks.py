@@ -61,7 +61,11 @@ def test_every_difficulty_and_length_has_an_eval_set_with_the_labels_that_its_sy
 
 
 OPTIONS = {
-    "flip_flop": {"ignore": st.floats(0, 1), "dense": st.floats(0, 1), "sparse": st.floats(0, 1)},
+    "flip_flop": {
+        "ignore": st.floats(0, 1),
+        "dense": st.floats(0, 1),
+        "sparse": st.floats(0, 1),
+    },
     "selective_copy": {"kinds": st.integers(2, 30)},
     "copy": {"kinds": st.integers(2, 30)},
     "recall": {
@@ -76,7 +80,15 @@ OPTIONS = {
     "counting": {
         "variables": st.integers(1, 26),
         "cap": st.sampled_from([1, 2, 10, 99]),
-        "weights": st.sampled_from([[1, 50, 7], [1e-9, 0.5, 5], [1e-9, 0, 0], [50, 0, 500], [0.5, 1, 0]]),
+        "weights": st.sampled_from(
+            [
+                [1, 50, 7],
+                [1e-9, 0.5, 5],
+                [1e-9, 0, 0],
+                [50, 0, 500],
+                [0.5, 1, 0],
+            ]
+        ),
     },
     "group": {
         "group": st.sampled_from(["z2", "z11", "s2", "s3", "s5", "a3", "a4"]),

@@ -79,7 +79,13 @@ def test_all_arithmetic_rotates_alike(options):
     assert not torch.allclose(half, real)
 
 
-@pytest.mark.parametrize(("mode", "first"), [("attention", "| SDPA | "), ("training", "| rope, bare loop | ")])
+@pytest.mark.parametrize(
+    ("mode", "first"),
+    [
+        ("attention", "| SDPA | "),
+        ("training", "| rope, bare loop | "),
+    ],
+)
 def test_each_mode_makes_a_table(options, mode, first):
     rows = bench.MODES[mode](options("encodings=[t5]", "lengths=[32]"))
     header, _, first_row, *_, last_row = measure.markdown(rows)

@@ -82,7 +82,10 @@ def compile_all(bias, capability, head_dim, length, name):
         row |= size_of(binary.asm["ptx"], capability)
         # Atomic additions that other additions wait for have fences around them.
         fences = len(re.findall(r"\batom\.\S*acq_rel", binary.asm["ptx"]))
-        print(json.dumps(row | {"shared": binary.metadata.shared, "fences": fences}), flush=True)
+        print(
+            json.dumps(row | {"shared": binary.metadata.shared, "fences": fences}),
+            flush=True,
+        )
 
     JITFunction.run = compiled
     q = torch.zeros(1, 4, length, head_dim, dtype=torch.bfloat16, requires_grad=True)

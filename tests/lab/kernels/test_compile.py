@@ -19,7 +19,12 @@ def rows(*arguments):
     program = Path(__file__).with_name("compile_kernels.py")
     paths = [os.environ.get("PYTHONPATH", ""), str(ROOT)]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, program, *arguments], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, program, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

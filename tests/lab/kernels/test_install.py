@@ -39,7 +39,11 @@ def _home(tmp_path, monkeypatch):
 
 def batch():
     """Inputs and targets [2, T]: rows of 4 documents, of which one is a token, and of 2."""
-    idx, targets = torch.randint(49, (2, 2, T), generator=torch.Generator().manual_seed(0))
+    idx, targets = torch.randint(
+        49,
+        (2, 2, T),
+        generator=torch.Generator().manual_seed(0),
+    )
     idx[0, [6, 7, 30]] = END
     idx[1, 20] = END
     return idx, targets
@@ -47,7 +51,12 @@ def batch():
 
 def gradients(loss, net):
     """Of all parameters, those that have none included."""
-    return torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, materialize_grads=True)
+    return torch.autograd.grad(
+        loss,
+        list(net.parameters()),
+        allow_unused=True,
+        materialize_grads=True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +101,14 @@ def test_a_twin_has_the_name_of_its_class_and_its_copies_have_their_own_scale():
     assert not torch.allclose(*found)
 
 
-@pytest.mark.parametrize(("name", "options"), [("path", {}), ("dynamic_ntk", {}), ("cope", {"temperature": "log"})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("path", {}),
+        ("dynamic_ntk", {}),
+        ("cope", {"temperature": "log"}),
+    ],
+)
 def test_documents_are_in_place_only_where_all_encodings_read_them_there(name, options):
     """Where others stand in for the network's own in one pass, documents are packed."""
     encodings = [build_pe("rope"), build_pe("kerple")]
@@ -152,8 +168,14 @@ def test_fake_tensors_have_the_shapes_of_real_ones_and_memory_is_linear(name):
         with FakeTensorMode(allow_non_fake_inputs=True):
             q, k, v = (torch.empty(2, n, length, 24, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2))
             x = torch.empty(2, length, 64, dtype=torch.bfloat16, requires_grad=True)
-            ctx = replace(make_context(pe, torch.arange(length), length, length), sinks=torch.ones(4))
-            with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+            ctx = replace(
+                make_context(pe, torch.arange(length), length, length),
+                sinks=torch.ones(4),
+            )
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda x: sizes.append(x.numel()) or x,
+                lambda x: x,
+            ):
                 out = pe.attend(q, k, v, pe.state(x), ctx)
             grads = torch.autograd.grad(out.float().sum(), (q, k, v))
         for found, like in zip([out, *grads], [q, q, k, v], strict=True):
@@ -175,4 +197,9 @@ def test_a_compiled_network_is_one_graph_with_kernels():
     torch._dynamo.reset()
 
     assert counter.frame_count == 1
-    torch.testing.assert_close(found, gradients(net(idx, targets=idx), net), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        found,
+        gradients(net(idx, targets=idx), net),
+        rtol=1e-4,
+        atol=1e-6,
+    )

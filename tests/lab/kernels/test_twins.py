@@ -58,7 +58,13 @@ def test_outputs_and_all_gradients_are_those_of_the_encoding(case, monkeypatch):
     assert_right(encoding(name, **options), length, dtype)
 
 
-@pytest.mark.parametrize(("gates", "window"), [(-12.0, 100), (-3.0, 40)])
+@pytest.mark.parametrize(
+    ("gates", "window"),
+    [
+        (-12.0, 100),
+        (-3.0, 40),
+    ],
+)
 def test_gates_that_let_little_pass_have_exact_gradients(gates, window):
     """Of a query's own key, whose weight is nearly 1, nothing reaches the gates."""
     pe = encoding("fox_rope", n_head=1, window=window, gates=gates)
@@ -124,7 +130,11 @@ def test_where_no_kernel_serves_the_specification_does():
         ctx = make_context(pe, pos, queries.size(2), 20)
         out, expected = (p.attend(*inputs, {}, ctx) for p in (twin, pe))
         assert torch.equal(out, expected)
-    other = type("Other", (type(pe),), {"bias": lambda self, q, ctx: torch.zeros(2, 20, 20)})
+    other = type(
+        "Other",
+        (type(pe),),
+        {"bias": lambda self, q, ctx: torch.zeros(2, 20, 20)},
+    )
     assert twins.bias_of(other) is None
 
 

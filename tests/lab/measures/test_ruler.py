@@ -41,7 +41,12 @@ def words(tmp_path_factory):
 def validation_of(ids):
     """In the place of a source's `validation`: the text of `ids`, from which essays are taken."""
     x = torch.tensor([ids])
-    return lambda length, tokens: scoring.EvalSet("text", 1000, 1, lambda start, stop: (x, x))
+    return lambda length, tokens: scoring.EvalSet(
+        "text",
+        1000,
+        1,
+        lambda start, stop: (x, x),
+    )
 
 
 def list_bytes(text: str) -> list[int]:
@@ -112,7 +117,15 @@ def data(request):
 
 def asked(data, task, length, trial, depth, twin=False):
     """A question of `length` tokens as text, its answer, and how many tokens both have."""
-    ids, n = question(task, data.encode, length, (7, trial), depth=depth, twin=twin, essay=ESSAY)
+    ids, n = question(
+        task,
+        data.encode,
+        length,
+        (7, trial),
+        depth=depth,
+        twin=twin,
+        essay=ESSAY,
+    )
     text = data.decode(ids[:-n])
     answer = data.decode(ids[-n:])
     return text, answer, len(ids)
@@ -207,7 +220,14 @@ def test_the_scores_of_ruler_are_those_of_generation(words, monkeypatch):
     for result in results:
         assert (result.task, len(result.nats)) == ("niah_single", 3)
         for trial in range(3):
-            ask = partial(question, "niah_single", words.encode, SMALL, (0, trial), depth=result.depth)
+            ask = partial(
+                question,
+                "niah_single",
+                words.encode,
+                SMALL,
+                (0, trial),
+                depth=result.depth,
+            )
             ids, n = ask()
             generated = generate(net, torch.tensor([ids[:-n]]), n, temperature=0)
             is_right = [int(token) for token in generated] == ids[-n:]

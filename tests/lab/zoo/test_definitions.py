@@ -79,7 +79,12 @@ def pope(pe, q, k, v, x):
     frequency = 10_000.0 ** (-torch.arange(D, dtype=torch.float64) / D)
     delta = heads(pe.delta[None]).clamp(-2 * math.pi, 0)[0, :, None, None]
     phase = DISTANCE[..., None] * frequency - delta  # [H, T, T, D]
-    products = torch.einsum("bhid,bhjd,hijd->bhij", F.softplus(q), F.softplus(k), phase.cos())
+    products = torch.einsum(
+        "bhid,bhjd,hijd->bhij",
+        F.softplus(q),
+        F.softplus(k),
+        phase.cos(),
+    )
     return products / math.sqrt(D)
 
 
@@ -165,7 +170,10 @@ def test_xpos_is_finite_up_to_its_limit_and_an_error_beyond():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"train_len": 100_000}, "100000 tokens"), ({"values": True}, "xPos has another factor")],
+    [
+        ({"train_len": 100_000}, "100000 tokens"),
+        ({"values": True}, "xPos has another factor"),
+    ],
 )
 def test_what_xpos_cannot_do_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
@@ -227,4 +235,9 @@ def test_the_gated_delta_rule_is_its_recurrence(length):
 
     out = attend(pe, q, k, v, x)
 
-    assert_same(out, expected, [q, k, v, x, *pe.parameters()], tol=1e-5)  # a length of 1 has an epsilon
+    assert_same(
+        out,
+        expected,
+        [q, k, v, x, *pe.parameters()],
+        tol=1e-5,
+    )  # a length of 1 has an epsilon
