@@ -1,8 +1,9 @@
 """Small corpora and vocabularies for the tests of the data."""
 
 import base64
-import itertools
 import random
+
+import numpy as np
 
 import data.base
 
@@ -39,10 +40,14 @@ def prepared(folder, cache, kind="TextFiles", **options):
 
 def documents_of(source, name):
     """The texts of a split, from the files alone."""
-    stream = source.prepared[name].stream()
-    offsets = source.prepared[name].offsets
-    assert {stream[end - 1] for end in offsets[1:]} == {source.encoder.eot}
-    return [source.decode(stream[a : b - 1].tolist()) for a, b in itertools.pairwise(offsets)]
+    split = source.prepared[name]
+    documents = np.split(split.stream(), split.offsets[1:-1])
+    texts = []
+    for document in documents:
+        *ids, end = document.tolist()
+        assert end == source.encoder.eot
+        texts.append(source.decode(ids))
+    return texts
 
 
 def write_vocabulary(path, merges=(b"th", b"the", b" the"), skip=0):
@@ -50,6 +55,7 @@ def write_vocabulary(path, merges=(b"th", b"the", b" the"), skip=0):
     ranks = {bytes([i]): i for i in range(256)}
     for i, piece in enumerate(merges):
         ranks[piece] = 256 + skip + i
-    lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for piece, rank in ranks.items()]
-    path.write_text("".join(lines))
+    with path.open("w") as file:
+        for piece, rank in ranks.items():
+            file.write(f"{base64.b64encode(piece).decode()} {rank}\n")
     return str(path)

@@ -100,6 +100,7 @@ def test_an_error_in_the_data_is_raised_and_the_thread_ends():
     batches = micro_batches(Samples(), lambda step: (50, 1), 0)
 
     next(batches)
+
     with pytest.raises(ValueError, match="a defect"):
         next(batches)
     assert threading.active_count() == threads

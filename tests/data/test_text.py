@@ -35,13 +35,15 @@ def pieces_of(folder, content, document_bytes):
 @example(lines=[1, 1], size=2, mark=False)  # the last line has no end, and belongs to the first piece
 def test_the_pieces_of_any_file_are_its_bytes_cut_between_lines(tmp_path_factory, lines, size, mark):
     """`lines` are the lengths of a file's lines; each is of another letter. A byte order mark is no text."""
-    text = "\n".join(letter * length for letter, length in zip("abcdefghijkl", lines, strict=False)).encode()
+    letters = b"abcdefghijkl"
+    text = b"\n".join(letters[i : i + 1] * length for i, length in enumerate(lines))
     byte_order_mark = b"\xef\xbb\xbf" if mark else b""
 
     pieces = pieces_of(tmp_path_factory.mktemp("pieces"), byte_order_mark + text, size)
 
     assert b"".join(pieces) == text
     assert max(map(len, pieces), default=0) <= 2 * size
+
     if max(lines, default=0) < size:  # a longer line is cut
         full = [piece for piece in pieces if piece]
         assert all(piece.endswith(b"\n") for piece in full[:-1])
@@ -77,6 +79,7 @@ def test_documents_of_one_file_are_on_one_side_unless_there_is_only_one_file(tmp
     prepared(None, tmp_path / "cache", files=str(paths[0]), document_bytes=1024)  # both sides have documents
 
     train, val = ({text.split()[0] for text in documents_of(source, name)} for name in ("train", "val"))
+
     assert train | val == set(map(str, paths))
     assert not train & val
 

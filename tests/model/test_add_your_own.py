@@ -87,6 +87,8 @@ def test_an_encoding_with_a_module_of_its_own_trains(train, stages, monkeypatch)
     before = load_file(train.runs / "before" / "model.safetensors")
     after = load_file(train.runs / "after" / "model.safetensors")
     names = [name for name in before if "proj." in name]
+
     assert len(names) >= 2
+
     for name in names:
         assert not torch.equal(before[name], after[name]), name

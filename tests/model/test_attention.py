@@ -85,7 +85,8 @@ def test_the_cache_of_a_window_is_copied_once_in_as_many_tokens():
         new = {"k": torch.tensor([[i]])}
         kept = cache.append("layer", new, visible=window - 1)["k"]
 
-        assert kept.flatten().tolist() == list(range(max(0, i - window + 1), i + 1))
+        first = max(0, i - window + 1)
+        assert kept.flatten().tolist() == [*range(first, i + 1)]
 
         # Two buffers that follow each other are alive at once, so they never have the same address.
         address = kept.untyped_storage().data_ptr()
@@ -117,7 +118,7 @@ def test_scores_are_not_rounded_to_16_bit(name):
     q, k, v, pe = (x.double() for x in (q, k, v, pe))
     exact = context(pe, n).attend(pe, q, k, v, state, layer="layer")
     # A score is a sum of less than 64 terms in fp32. Weights, their sums with values, and the result are of 16 bit.
-    largest = (q.abs().transpose(1, 2) @ k.abs().permute(0, 2, 3, 1)).max().item()
+    largest = torch.einsum("bihd,bjhd->bhij", q.abs(), k.abs()).max().item()
     of_scores = math.expm1(2 * 64 * 2.0**-24 * largest)
     limit = v.abs().max().item() * (of_scores + 3 * 2.0**-9)
 

@@ -32,7 +32,8 @@ CASES = {name: {"name": name} for name in [*ENCODINGS, *PRESETS]} | OTHERS
 def loss_and_gradients(net: GPT, x: torch.Tensor, y: torch.Tensor, reading, encodings) -> list[torch.Tensor]:
     """Those of the parameters; of a text that ranks share the means over the ranks."""
     loss = net(x, reading, encodings=encodings, targets=y)
-    values = [loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))]
+    gradients = torch.autograd.grad(loss, list(net.parameters()))
+    values = [loss.detach(), *gradients]
     if reading is not WHOLE:
         for value in values:
             dist.all_reduce(value)
@@ -61,7 +62,8 @@ def error(length: int, *, checkpointing: bool = False, **options) -> float:
         found = loss_and_gradients(net, x, y, shared, encodings)
         small = 0.01 * torch.stack([value.norm() for value in expected]).norm()
         for a, b in zip(found, expected, strict=True):
-            errors.append(((a - b).norm() / (b.norm() + small)).item())
+            relative = (a - b).norm() / (b.norm() + small)
+            errors.append(relative.item())
     return max(errors)
 
 

@@ -134,7 +134,7 @@ def test_the_clamped_share_is_that_of_all_pairs_in_evaluations(name, gates):
     k, v = (zeros, other) if gates == "keys" else (other, zeros)
 
     def read(n):
-        attend(pe, other[:, :, :n], k[:, :, :n], v[:, :, :n])
+        attend(pe, *(x[:, :, :n] for x in (other, k, v)))
 
     read(length)  # training
     pe.eval()
@@ -150,6 +150,7 @@ def test_the_clamped_share_is_that_of_all_pairs_in_evaluations(name, gates):
         return sum(position >= npos_max - 1 for position in positions) / len(positions)
 
     expected = (share(length) + share(16)) / 2
+
     assert pe.metrics()["clamped_share"].item() == pytest.approx(expected, rel=1e-6)
 
 

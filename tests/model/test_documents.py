@@ -86,6 +86,7 @@ def test_compiled_once_whatever_the_documents():
         assert torch.equal(loss, net(idx, reading, targets=idx))
 
     assert len(set(counts[1:])) == 1  # PyTorch 2.11 compiles once more for another number of documents
+
     torch._dynamo.reset()
 
 

@@ -184,6 +184,7 @@ def test_packed_documents_are_read_as_if_each_was_alone(placed):
     logits = net(idx, packed(idx, END))
 
     alone = [net(document[None])[0] for document in documents]
+
     close(logits.flatten(0, 1), torch.cat(alone))
 
 
@@ -217,6 +218,7 @@ def test_nothing_but_parameters_is_saved_and_an_encoding_changes_no_other_weight
     assert weights.keys() - {"head.weight"} == parameters
     assert not list(net.buffers())
     assert {name for name in weights if "position" not in name} == of_nope.keys()
+
     for name, value in of_nope.items():
         assert torch.equal(weights[name], value)
 
@@ -400,7 +402,7 @@ def test_a_text_without_some_tokens_weighs_the_others_as_the_whole_text_does(nam
         ctx = make_context(pe, pos, len(pos), n)
         read = [tensor[:, :, pos] for tensor in (q, k, v)]
         out = attend(pe, *read, x[:, pos], ctx)
-        of_kept = out[:, :, torch.isin(pos, kept)][..., kept]
+        of_kept = out[:, :, torch.isin(pos, kept), :][..., kept]
         return of_kept / of_kept.sum(-1, keepdim=True)
 
     for scale in trained.scales:
@@ -488,6 +490,7 @@ def test_checkpointing_is_the_same_training_in_half_of_the_memory(name, monkeypa
 
     for a, b in zip(*results, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
+
     assert operations.largest < y.numel() * 4096
     assert peaks[1] < peaks[0] / 2
 
@@ -601,6 +604,7 @@ def test_a_temperature_is_a_factor_of_the_scores(ours):
     factor = math.log(LENGTH) / math.log(TRAIN_LEN)
     ctx = context(plain, LENGTH, 1)
     with_factor = replace(ctx, scale=ctx.scale * factor)
+
     close(found, attend(plain, newest, k, v, x, with_factor))
 
 

@@ -35,6 +35,12 @@ def changed(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def test_a_number_that_was_changed_is_refused(folder):
+    changed(folder, original_len=49)
+    with pytest.raises(ValueError, match="checksum"):
+        serialization.load(folder)
+
+
 @pytest.mark.parametrize("key", ["vocab_size", "train_len", "original_len"])
 @pytest.mark.parametrize("value", [0, -1, 2**31, 10**30, 1e300])
 def test_numbers_out_of_range_are_refused(folder, key, value):
@@ -63,9 +69,11 @@ def test_a_model_of_an_older_version_is_read_if_it_did_without_what_is_gone(fold
     model = serialization.describe(folder)["model"]
 
     changed(folder, checksum=None, model=model | {key: without})
+
     assert torch.equal(serialization.load(folder)(IDX), expected)
 
     changed(folder, checksum=None, model=model | {key: value})
+
     with pytest.raises(ValueError, match=key):
         serialization.load(folder)
 

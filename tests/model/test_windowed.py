@@ -120,6 +120,7 @@ def test_readings_train_as_rope_and_leave_short_texts_alone(name):
         rtol=0,
         atol=2e-5,
     )
+
     for length, scale in ((L, trained), (L + 1, reading)):
         scales = {pe.active_scale for pe in for_length(net.encodings, length, L)}
         assert scales == {scale}

@@ -125,8 +125,9 @@ def test_flip_flop_ignores_with_the_probability_of_its_difficulty(difficulty, p)
         assert (first, last) == ("w", "r")
         instructions.update(others)
 
-    counts = [instructions[kind] for kind in "iwr"]
-    expected = np.array([p, (1 - p) / 2, (1 - p) / 2]) * sum(counts)
+    chances = {"i": p, "w": (1 - p) / 2, "r": (1 - p) / 2}
+    counts = [instructions[kind] for kind in chances]
+    expected = [chance * sum(counts) for chance in chances.values()]
 
     assert chisquare(counts, expected).pvalue > P
 
@@ -157,9 +158,10 @@ def test_the_gaps_of_recall_are_drawn_one_after_another_by_their_weight():
     counts = []
     expected = []
     for i, j in combinations(range(5), 2):
-        i_then_j = p[i] * p[j] / (1 - p[i])
-        j_then_i = p[j] * p[i] / (1 - p[j])
-        expected.append(n * (i_then_j + j_then_i))
+        both = p[i] * p[j]
+        i_first = both / (1 - p[i])
+        j_first = both / (1 - p[j])
+        expected.append(n * (i_first + j_first))
         counts.append(gaps[i, j])
 
     assert chisquare(counts, expected).pvalue > P
@@ -212,7 +214,7 @@ def grammar(chance, variables, weights, cap, n):
 def traits(program, asked, answer):
     """Categories by which distributions of programs are compared."""
     text = " ".join(program)
-    last_assignment = max(i for i, operation in enumerate(program) if operation == f"{asked}=0")
+    last_assignment = text.rindex(f"{asked}=0")
     return {
         "answer": answer,
         "last assignment of what is asked": last_assignment,

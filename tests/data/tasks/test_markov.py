@@ -23,11 +23,7 @@ VARIANTS = [
 ]
 
 
-def name_of(options):
-    return " ".join(f"{key}={value}" for key, value in options.items()) or "plain"
-
-
-every_variant = pytest.mark.parametrize("options", VARIANTS, ids=name_of)
+every_variant = pytest.mark.parametrize("options", VARIANTS, ids=str)
 
 
 def pieces_of(places, cuts):
@@ -46,16 +42,18 @@ def dirichlet_multinomial(counts, alpha):
     The Dirichlet-multinomial distribution of a sequence: the integral of the product of its symbols' probabilities.
     """
     counts = np.array(counts)
-    n = len(counts)
-    log_p = gammaln(n * alpha) - gammaln(n * alpha + counts.sum())
-    return log_p + (gammaln(alpha + counts) - gammaln(alpha)).sum()
+    total_alpha = alpha * len(counts)
+    of_all = gammaln(total_alpha) - gammaln(total_alpha + counts.sum())
+    of_each = gammaln(alpha + counts) - gammaln(alpha)
+    return of_all + of_each.sum()
 
 
 def log_probability_of_piece(tokens, piece, data):
     """Of the symbols at the places of a piece, which has one chain: every context has an urn of its own."""
     followers = {}
     for place in piece:
-        context = tuple(tokens[place - data.lag - i] for i in range(data.order))
+        end = place - data.lag + 1
+        context = tuple(tokens[end - data.order : end])
         counts = followers.setdefault(context, [0] * data.symbols)
         counts[tokens[place]] += 1
     return sum(dirichlet_multinomial(counts, data.alpha) for counts in followers.values())
@@ -86,6 +84,7 @@ def test_the_optimum_of_each_token_is_that_of_enumeration(options):
     losses = data.optimum(x, y)
 
     assert losses.dtype == torch.float64
+
     for text, losses_of_text in zip(texts.tolist(), losses, strict=True):
         logs = [log_probability(text[:n], data) for n in range(1, 10)]
         np.testing.assert_allclose(losses_of_text, -np.diff(logs), rtol=1e-10)
@@ -122,4 +121,5 @@ def test_a_text_that_is_too_short_or_a_law_that_is_too_large_is_refused():
 
     with pytest.raises(ValueError, match=r"more than 16 tokens .*, not 16: choose train_len and eval\.lengths"):
         data.train_batch([0], 16, 0)
+
     data.train_batch([0], 17, 0)

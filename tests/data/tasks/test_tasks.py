@@ -28,7 +28,7 @@ def options_of(name):
 
 
 YAMLS = {path.stem: options_of(path.stem) for path in CONF.glob("*.yaml")}
-TASKS = sorted(name for name, options in YAMLS.items() if data.resolve(options["_target_"]).task)
+TASKS = sorted(YAMLS.keys() - {"code", "text", "hf", "markov"})
 ALL = [*TASKS, "markov"]
 LENGTH = 64
 
@@ -223,9 +223,11 @@ def test_seeds_and_splits_share_no_sample_and_each_depends_on_its_index_alone(na
         long_samples.append(x[is_long])
 
     together = torch.cat(long_samples)
+
     assert len(together.unique(dim=0)) == len(together)
 
     alone, _ = task.train_batch([17], length, 0)
+
     assert torch.equal(alone[0], batches[0][0][17])
 
 
@@ -241,7 +243,8 @@ def test_samples_can_be_written_as_text_and_the_options_are_recorded(name):
         task.encode("xyz")
 
     identity = task.identity()
-    options = {key: value for key, value in YAMLS[name].items() if key not in ("name", "_target_")}
+    options = dict(YAMLS[name])
+    del options["name"], options["_target_"]
 
     assert json.loads(json.dumps(identity)) == identity  # or no run could be resumed
     assert identity["options"] == options

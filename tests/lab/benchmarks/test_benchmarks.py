@@ -67,6 +67,21 @@ def test_two_calls_are_timed_in_turns_and_compared_round_by_round():
     assert measure.ratio(of_b, of_a) == "2.00 (1.50 to 2.50)"  # of 2, 1 and 3
 
 
+def test_a_table_of_times_has_ratios_to_its_first_row(options, monkeypatch):
+    monkeypatch.setattr(measure, "timed", lambda function: function)
+
+    def takes(forward, both):
+        return lambda length: {"forward": lambda: forward, "both": lambda: both}
+
+    rows = measure.compared(options("lengths=[8]"), {"first": takes(1.0, 2.0), "other": takes(3.0, 8.0)})
+    times = [(row["forward, 8"], row["both, 8"]) for row in rows]
+
+    assert times == [
+        ("1e+03 ms", "2e+03 ms"),
+        ("3.00 (3.00 to 3.00)", "4.00 (4.00 to 4.00)"),
+    ]
+
+
 def test_all_arithmetic_rotates_alike(options):
     rotated = []
     for arithmetic in rotation.ARITHMETIC:

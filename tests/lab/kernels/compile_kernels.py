@@ -91,7 +91,8 @@ def compile_all(bias, capability, head_dim, length, name):
     q = torch.zeros(1, 4, length, head_dim, dtype=torch.bfloat16, requires_grad=True)
     k = q[:, :2].detach()
     seen = [torch.arange(length, dtype=torch.int32)] * 2
-    attention(q, k, k, *seen, scale=1.0, bias=bias, extra=tensors_of(bias, length)).sum().backward()
+    extra = tensors_of(bias, length)
+    attention(q, k, k, *seen, scale=1.0, bias=bias, extra=extra).sum().backward()
 
 
 if __name__ == "__main__":

@@ -52,7 +52,9 @@ def test_all_kernels_compile(capability):
     """They fit into shared memory, the least of which is that of 8.6, 8.9 and 12.0."""
     memory = (227 if capability in (90, 100) else 99) * 1024
     found = rows(str(capability), "64,128", LENGTHS)
+
     assert len(found) == 3 * 5 * 2 * 2
+
     for row in found:
         assert_small(row)
         assert row["shared"] <= memory, row

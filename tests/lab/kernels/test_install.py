@@ -6,14 +6,13 @@ from dataclasses import replace
 import own_bias
 import pytest
 import torch
-from conftest import ROOT, build_gpt, build_pe, normal, read_yaml
+from conftest import ROOT, at_last_scale, attend, build_gpt, build_pe, context, normal, read_yaml
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from conf.schema import Trainer
 from model import position
-from model.position.layer import init_parameters, make_context
-from model.position.network import view
+from model.position.layer import init_parameters
 from model.reading import PackedContext
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware
@@ -89,8 +88,7 @@ def test_a_twin_has_the_name_of_its_class_and_its_copies_have_their_own_scale():
     q, k, v = normal(*[(1, 4, 30, 16)] * 3)
 
     def outputs():
-        copies = (pe, view(pe, active_scale=pe.scales[-1]))
-        return [copy.attend(q, k, v, {}, make_context(copy, torch.arange(30), 30, 30)) for copy in copies]
+        return attend(pe, q, k, v), attend(at_last_scale(pe), q, k, v)
 
     expected = outputs()
     kernels.install([pe])
@@ -132,8 +130,10 @@ def test_a_run_whose_check_does_not_end_well_trains_in_blocks_and_says_so(capsys
     distributed.install_kernels([pe], Hardware("cpu", "bf16-mixed", compile=False, kernels=True))
 
     (said,) = capsys.readouterr().err.splitlines()
+
     assert "failed: exit code -9" in said
     assert not kernels.is_twin(pe)
+
     net(torch.zeros(1, T, dtype=torch.long), encodings=[pe, pe])
 
 
@@ -145,8 +145,11 @@ def test_a_verdict_is_kept_and_no_other_encodings_are_judged_by_it(monkeypatch):
     monkeypatch.setattr(check, "outcome_of", lambda *asked, **environment: "was asked again")
 
     assert "Wrong: " in kernels.problem([wrong], "cpu")
-    for other in (own_bias.Wrong(SHAPE._replace(head_dim=8)), own_bias.Own(SHAPE), build_pe("rope")):
+
+    of_another_shape = own_bias.Wrong(SHAPE._replace(head_dim=8))
+    for other in (of_another_shape, own_bias.Own(SHAPE), build_pe("rope")):
         assert kernels.problem([other], "cpu") == "their check was asked again"
+
     assert kernels.problem([build_pe("path")], "cpu") == ""  # it has no kernels
 
 
@@ -166,19 +169,18 @@ def test_fake_tensors_have_the_shapes_of_real_ones_and_memory_is_linear(name):
         """Numbers that the backward pass needs."""
         sizes = []
         with FakeTensorMode(allow_non_fake_inputs=True):
-            q, k, v = (torch.empty(2, n, length, 24, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2))
+            q = torch.empty(2, 4, length, 24, dtype=torch.bfloat16, requires_grad=True)
+            k = torch.empty(2, 2, length, 24, dtype=torch.bfloat16, requires_grad=True)
+            v = torch.empty_like(k, requires_grad=True)
             x = torch.empty(2, length, 64, dtype=torch.bfloat16, requires_grad=True)
-            ctx = replace(
-                make_context(pe, torch.arange(length), length, length),
-                sinks=torch.ones(4),
-            )
+            ctx = replace(context(pe, length), sinks=torch.ones(4))
             with torch.autograd.graph.saved_tensors_hooks(
                 lambda x: sizes.append(x.numel()) or x,
                 lambda x: x,
             ):
                 out = pe.attend(q, k, v, pe.state(x), ctx)
             grads = torch.autograd.grad(out.float().sum(), (q, k, v))
-        for found, like in zip([out, *grads], [q, q, k, v], strict=True):
+        for found, like in zip((out, *grads), (q, q, k, v), strict=True):
             assert (found.shape, found.dtype) == (like.shape, like.dtype)
         return sum(sizes)
 

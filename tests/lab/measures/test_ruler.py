@@ -217,6 +217,7 @@ def test_the_scores_of_ruler_are_those_of_generation(words, monkeypatch):
     results = measure(net, words, "niah_single")
 
     assert [result.depth for result in results] == [0.0, 1.0]
+
     for result in results:
         assert (result.task, len(result.nats)) == ("niah_single", 3)
         for trial in range(3):

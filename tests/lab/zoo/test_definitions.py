@@ -11,6 +11,7 @@ from definitions import (
     DISTANCE,
     KV,
     PAST,
+    B,
     D,
     H,
     T,
@@ -49,17 +50,17 @@ def nape(pe, q, k, v, x):
 
 def path(pe, q, k, v, x):
     """Each token reflects all keys before it."""
-    w = F.silu(convolved(low_rank(pe, x), pe.kernel))
-    mirrors = heads(normalised(w.unflatten(-1, (KV, D)).transpose(1, 2)))  # [B, H, T, D]
-    beta = heads(2 * F.linear(x, pe.strength, pe.strength_bias).sigmoid().mT)  # [B, H, T]
+    w = F.silu(convolved(low_rank(pe, x), pe.kernel)).unflatten(-1, (KV, D))
+    mirrors = heads(normalised(w).transpose(1, 2)).split(1, dim=2)  # of each token [B, H, 1, D]
+    strength = F.linear(x, pe.strength, pe.strength_bias).sigmoid()
+    betas = heads(2 * strength.mT[..., None]).split(1, dim=2)  # [B, H, 1, 1]
     keys = k
     rows = []
-    for t in range(T):
-        mirror = mirrors[:, :, t : t + 1]
-        along = (keys * mirror).sum(-1, keepdim=True)
-        is_before = (torch.arange(T) < t)[:, None]
-        keys = keys - is_before * beta[:, :, t, None, None] * along * mirror
-        rows.append(dot(q[:, :, t : t + 1], keys))
+    for t, query in enumerate(q.split(1, dim=2)):
+        along = (keys * mirrors[t]).sum(-1, keepdim=True)
+        reflected = keys - betas[t] * along * mirrors[t]
+        keys = torch.cat((reflected[:, :, :t], keys[:, :, t:]), dim=2)
+        rows.append(dot(query, keys))
     return torch.cat(rows, dim=2)
 
 
@@ -77,8 +78,8 @@ def selective_rope(pe, q, k, v, x):
 
 def pope(pe, q, k, v, x):
     frequency = 10_000.0 ** (-torch.arange(D, dtype=torch.float64) / D)
-    delta = heads(pe.delta[None]).clamp(-2 * math.pi, 0)[0, :, None, None]
-    phase = DISTANCE[..., None] * frequency - delta  # [H, T, T, D]
+    (delta,) = heads(pe.delta[None]).clamp(-2 * math.pi, 0)  # [H, D]
+    phase = DISTANCE[..., None] * frequency - delta[:, None, None]  # [H, T, T, D]
     products = torch.einsum(
         "bhid,bhjd,hijd->bhij",
         F.softplus(q),
@@ -99,7 +100,7 @@ def lerope(pe, q, k, v, x):
 
 def profiles(pe, q, k, v, x):
     profile = torch.einsum("btc,hrc,rd->bhtd", x, pe.mix, pe.distances)
-    distance = PAST.clamp(max=pe.max_distance).expand(*profile.shape[:2], T, T)
+    distance = PAST.clamp(max=pe.max_distance).expand(B, H, T, T)
     is_near = pe.max_distance >= PAST
     return dot(q, k) + profile.gather(-1, distance) * is_near
 
@@ -139,6 +140,7 @@ def test_scores_are_those_of_the_paper(formula, options, window):
     if formula is pope:
         pe.delta.data.sub_(2.0)  # away from its limits, where it has another gradient
     has_tables = formula in (pope, scale_invariant, xpos)  # which are fp32
+
     assert_is_defined_by(formula, pe, tol=1e-5 if has_tables else 1e-8)
 
 
@@ -164,6 +166,7 @@ def test_xpos_is_finite_up_to_its_limit_and_an_error_beyond():
         for table in tables_of_queries_or_keys:
             assert table.isfinite().all()
             assert table.any()
+
     with pytest.raises(ValueError, match=r"pe\.scale_base"):
         make_context(pe, last + 1, 1, pe.max_len + 1)
 
@@ -235,9 +238,10 @@ def test_the_gated_delta_rule_is_its_recurrence(length):
 
     out = attend(pe, q, k, v, x)
 
+    # A length of 1 has an epsilon.
     assert_same(
         out,
         expected,
         [q, k, v, x, *pe.parameters()],
         tol=1e-5,
-    )  # a length of 1 has an epsilon
+    )
