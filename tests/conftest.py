@@ -136,6 +136,11 @@ def assert_same(out, expected, inputs, tol=1e-10):
     torch.testing.assert_close(gradients, expected_gradients, rtol=tol, atol=tol)
 
 
+def gradients_of(loss, net):
+    """The gradient of each parameter, zero where the loss does not depend on it."""
+    return torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, materialize_grads=True)
+
+
 def pytest_collection_modifyitems(items):
     """Mark what trains a run, or needs a kernel, transformers or a browser: `make test-fast` leaves it out."""
     for item in items:

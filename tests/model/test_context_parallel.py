@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ENCODINGS, PRESETS, build_gpt, read_at
+from conftest import ENCODINGS, PRESETS, build_gpt, gradients_of, read_at
 from process_helpers import CONTEXT
 
 from model.gpt import GPT
@@ -32,8 +32,7 @@ CASES = {name: {"name": name} for name in [*ENCODINGS, *PRESETS]} | OTHERS
 def loss_and_gradients(net: GPT, x: torch.Tensor, y: torch.Tensor, reading, encodings) -> list[torch.Tensor]:
     """Those of the parameters; of a text that ranks share the means over the ranks."""
     loss = net(x, reading, encodings=encodings, targets=y)
-    gradients = torch.autograd.grad(loss, list(net.parameters()))
-    values = [loss.detach(), *gradients]
+    values = [loss.detach(), *gradients_of(loss, net)]
     if reading is not WHOLE:
         for value in values:
             dist.all_reduce(value)

@@ -15,6 +15,7 @@ from conftest import (
     build_gpt,
     build_pe,
     context,
+    gradients_of,
     normal,
     pe_options,
     read_at,
@@ -281,7 +282,7 @@ def test_every_parameter_has_a_gradient_which_is_that_of_numerical_differentiati
             p.data.fill_(-1.0)  # PoPE's starts at its limit, beyond which the loss does not change
     x, y = tokens(TRAIN_LEN, 4).split(2)
     parameters = list(net.parameters())
-    gradients = torch.autograd.grad(net(x, targets=y), parameters)
+    gradients = gradients_of(net(x, targets=y), net)
     directions = normal(*[p.shape for p in parameters], dtype=torch.float64)
 
     @torch.no_grad()
@@ -340,7 +341,6 @@ def test_gradients_in_bf16_are_near_those_in_float64(name, length):
 @pytest.mark.parametrize("name", slow_if_repeated(ENCODINGS))
 def test_compiled_gradients_equal_eager_ones_with_two_graphs_for_three_lengths(name):
     net = network(name, n_layer=1).train()
-    parameters = list(net.parameters())
     *_, (read, longest) = readings(net)
     compiled = torch.compile(net, fullgraph=True, backend="eager")
     torch._dynamo.reset()
@@ -349,8 +349,8 @@ def test_compiled_gradients_equal_eager_ones_with_two_graphs_for_three_lengths(n
     for length in (longest, 9, 12):
         x = tokens(length)
         loss = compiled(x, **read.keywords, targets=x)
-        found = torch.autograd.grad(loss, parameters)
-        expected = torch.autograd.grad(read(x, targets=x), parameters)
+        found = gradients_of(loss, net)
+        expected = gradients_of(read(x, targets=x), net)
 
         for a, b in zip(found, expected, strict=True):
             assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6
@@ -482,8 +482,7 @@ def test_checkpointing_is_the_same_training_in_half_of_the_memory(name, monkeypa
         def step(net=net):
             torch.manual_seed(0)
             loss = net(x, targets=y)
-            gradients = torch.autograd.grad(loss, list(net.parameters()))
-            results.append([loss.detach(), *gradients])
+            results.append([loss.detach(), *gradients_of(loss, net)])
 
         with Operations() as operations:
             peaks.append(peak_memory(step, "cpu"))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same, build_gpt, normal, pe_options, randomise, read_at, tokens
+from conftest import assert_same, build_gpt, gradients_of, normal, pe_options, randomise, read_at, tokens
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -43,8 +43,8 @@ def test_every_flavour_trains_all_its_parameters_and_decodes_as_it_reads(cfg):
 
     logits = net(idx)
     in_pieces = [net(piece, cache=cache) for piece in idx.split(4, dim=1)]
-    gradients = torch.autograd.grad(net(idx, targets=idx), list(net.parameters()))
-    again = torch.autograd.grad(checkpointing(idx, targets=idx), list(checkpointing.parameters()))
+    gradients = gradients_of(net(idx, targets=idx), net)
+    again = gradients_of(checkpointing(idx, targets=idx), checkpointing)
 
     assert logits.shape == (2, 9, 64 if "vocab_multiple" in cfg else 50)
     assert any(name.endswith("bias") for name in names) == net.cfg.bias

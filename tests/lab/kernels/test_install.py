@@ -6,7 +6,7 @@ from dataclasses import replace
 import own_bias
 import pytest
 import torch
-from conftest import ROOT, at_last_scale, attend, build_gpt, build_pe, context, normal, read_yaml
+from conftest import ROOT, at_last_scale, attend, build_gpt, build_pe, context, gradients_of, normal, read_yaml
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -48,16 +48,6 @@ def batch():
     return idx, targets
 
 
-def gradients(loss, net):
-    """Of all parameters, those that have none included."""
-    return torch.autograd.grad(
-        loss,
-        list(net.parameters()),
-        allow_unused=True,
-        materialize_grads=True,
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "pe", "cfg"),
     [
@@ -74,7 +64,7 @@ def test_a_network_learns_the_same_from_documents_in_place(name, pe, cfg):
     def step():
         read = distributed.reader_of(TRAINER, hardware, END, net.encodings)
         loss = net(idx, read(idx), targets=targets)
-        return loss, *gradients(loss, net)
+        return loss, *gradients_of(loss, net)
 
     expected = step()
     kernels.install(net.encodings)
@@ -195,13 +185,13 @@ def test_a_compiled_network_is_one_graph_with_kernels():
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(net, fullgraph=True, dynamic=False, backend=counter)
 
-    found = gradients(compiled(idx, targets=idx), net)
+    found = gradients_of(compiled(idx, targets=idx), net)
     torch._dynamo.reset()
 
     assert counter.frame_count == 1
     torch.testing.assert_close(
         found,
-        gradients(net(idx, targets=idx), net),
+        gradients_of(net(idx, targets=idx), net),
         rtol=1e-4,
         atol=1e-6,
     )

@@ -44,12 +44,13 @@ def low_rank(pe, x):
 
 
 def nape(pe, q, k, v, x):
+    """arXiv 2506.16640: ALiBi in half of the heads, of which the first has a slope of 1; none in the others."""
     slope = torch.tensor([1, 1 / 2, 0, 0])[:, None, None]
     return dot(q, k) - slope * PAST
 
 
 def path(pe, q, k, v, x):
-    """Each token reflects all keys before it."""
+    """arXiv 2505.16381: each token reflects all keys before it at a plane of its own."""
     w = F.silu(convolved(low_rank(pe, x), pe.kernel)).unflatten(-1, (KV, D))
     mirrors = heads(normalised(w).transpose(1, 2)).split(1, dim=2)  # of each token [B, H, 1, D]
     strength = F.linear(x, pe.strength, pe.strength_bias).sigmoid()
@@ -65,10 +66,12 @@ def path(pe, q, k, v, x):
 
 
 def path_fox(pe, q, k, v, x):
+    """PaTH, and the forget gates of FoX."""
     return path(pe, q, k, v, x) + forgotten(pe, x) / math.sqrt(D)
 
 
 def selective_rope(pe, q, k, v, x):
+    """arXiv 2511.17388: the angle of a token sums what all tokens up to it say."""
     normed = normalised(x.unflatten(-1, (H, -1))).flatten(-2)
     phi = convolved(low_rank(pe, normed), pe.kernel)
     sums = phi.unflatten(-1, (KV, D // 2)).cumsum(1).transpose(1, 2)
@@ -77,6 +80,7 @@ def selective_rope(pe, q, k, v, x):
 
 
 def pope(pe, q, k, v, x):
+    """arXiv 2509.10534: magnitudes of content alone, and phases of position alone."""
     frequency = 10_000.0 ** (-torch.arange(D, dtype=torch.float64) / D)
     (delta,) = heads(pe.delta[None]).clamp(-2 * math.pi, 0)  # [H, D]
     phase = DISTANCE[..., None] * frequency - delta[:, None, None]  # [H, T, T, D]
@@ -90,6 +94,7 @@ def pope(pe, q, k, v, x):
 
 
 def lerope(pe, q, k, v, x):
+    """RoPE with learned frequencies, and a temperature of the position."""
     position = torch.arange(T, dtype=torch.float64)[:, None]
     angle = position * frequencies() * pe.alpha.exp()
     scale = pe.scale_by_head[:, None, None]
@@ -99,6 +104,7 @@ def lerope(pe, q, k, v, x):
 
 
 def profiles(pe, q, k, v, x):
+    """A term for each distance, of which the layer's input makes the profile."""
     profile = torch.einsum("btc,hrc,rd->bhtd", x, pe.mix, pe.distances)
     distance = PAST.clamp(max=pe.max_distance).expand(B, H, T, T)
     is_near = pe.max_distance >= PAST
@@ -106,12 +112,13 @@ def profiles(pe, q, k, v, x):
 
 
 def scale_invariant(pe, q, k, v, x):
-    """Of p-RoPE that keeps no pair here, so that nothing is rotated; alpha = beta = e^0.5."""
+    """arXiv 2505.17083, of p-RoPE that keeps no pair here, so that nothing is rotated; alpha = beta = e^0.5."""
     a = (2 * ((PAST / 3 + 1).log() - 0.5 + 1)).sqrt()
     return a * dot(q, k) - a**2 + 1
 
 
 def xpos(pe, q, k, v, x):
+    """arXiv 2212.10554: RoPE whose pairs fade with the distance, the slow ones least."""
     zeta = (torch.arange(0, D, 2) + 0.3 * D) / (1.3 * D)
     decay = zeta.double() ** (PAST[..., None] / 50)  # [T, T, pairs]
     angle = torch.arange(T)[:, None] * frequencies()
@@ -185,6 +192,7 @@ def test_what_xpos_cannot_do_is_refused(options, message):
 
 @pytest.mark.parametrize("remainder", [True, False])
 def test_stick_breaking_gives_each_key_its_share_of_what_is_left(remainder):
+    """arXiv 2410.17980."""
     pe = build_pe("stick_breaking", n_kv_head=KV, remainder=remainder)
     q, k, v, _ = inputs()
     shares = dot(q, heads(k)).sigmoid()
@@ -204,7 +212,7 @@ def test_stick_breaking_gives_each_key_its_share_of_what_is_left(remainder):
 
 
 def delta_rule(q, k, v, forget, beta):
-    """What one head reads, [T, D], with q, k, v [T, D] and the gates forget and beta [T]."""
+    """arXiv 2412.06464: what one head reads, [T, D], with q, k, v [T, D] and the gates forget and beta [T]."""
     memory = torch.zeros(D, D, dtype=torch.float64)
     out = []
     for t in range(len(q)):
