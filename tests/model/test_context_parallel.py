@@ -6,6 +6,7 @@ The gradients matter: if those of gathered keys were not summed over the ranks, 
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -104,19 +105,14 @@ def test_ranks_that_share_a_text_have_the_loss_and_gradients_of_one(tmp_path, wo
         assert {case: error for case, error in errors.items() if error > 1e-10} == {}
 
 
-class Group:
+def group(rank: int, size: int) -> SimpleNamespace:
     """Of a process group what a reading asks it for."""
-
-    group_name = "ranks"
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = lambda: rank
-        self.size = lambda: size
+    return SimpleNamespace(group_name="ranks", rank=lambda: rank, size=lambda: size)
 
 
 def test_every_token_is_in_one_piece_and_every_rank_has_as_much_work():
     x = torch.arange(90)[None]  # 6 pieces of 15
-    readings = [Shared(Group(rank, 3), recompute=False) for rank in range(3)]
+    readings = [Shared(group(rank, 3), recompute=False) for rank in range(3)]
     parts = [reading.own(x).flatten().tolist() for reading in readings]
     of_shorter = readings[0].own(x[:, :85], IGNORE_INDEX).flatten().tolist()
 
@@ -135,4 +131,4 @@ def test_every_token_is_in_one_piece_and_every_rank_has_as_much_work():
 def test_what_needs_the_tokens_before_a_piece_is_refused(options):
     net = build_gpt("rope", **options)
     with pytest.raises(ValueError, match=r"model\.conv and model\.key_offset"):
-        net(torch.arange(40)[None], Shared(Group(0, 2), recompute=False))
+        net(torch.arange(40)[None], Shared(group(0, 2), recompute=False))

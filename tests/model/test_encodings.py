@@ -202,9 +202,9 @@ def test_absolute_encodings_and_only_they_notice_a_shift_of_all_positions(encodi
         positions = torch.arange(first, first + n)
         logits = read(tokens(n))
         shifted = read(tokens(n), Reading((positions, n)))
-        difference = (shifted - logits).abs().max()
+        tolerance = 1e-5 * logits.abs().max().item()
 
-        assert (difference > 1e-5 * logits.abs().max()) == is_absolute
+        assert torch.allclose(shifted, logits, rtol=0, atol=tolerance) == (not is_absolute)
 
 
 @torch.no_grad()
@@ -212,16 +212,12 @@ def test_nothing_but_parameters_is_saved_and_an_encoding_changes_no_other_weight
     """So that encodings are compared from the same initial weights."""
     net = build_gpt(encoding)
     weights = net.state_dict()
-    of_nope = build_gpt("nope").state_dict()
+    parameters = dict(net.named_parameters())
+    others = {name: value for name, value in weights.items() if "position" not in name}
 
-    parameters = {name for name, _ in net.named_parameters()}
-
-    assert weights.keys() - {"head.weight"} == parameters
+    assert weights.keys() - {"head.weight"} == parameters.keys()
     assert not list(net.buffers())
-    assert {name for name in weights if "position" not in name} == of_nope.keys()
-
-    for name, value in of_nope.items():
-        assert torch.equal(weights[name], value)
+    assert_close(others, dict(build_gpt("nope").state_dict()), rtol=0, atol=0)
 
 
 @torch.no_grad()
@@ -229,14 +225,14 @@ def test_a_network_made_on_the_meta_device_gets_the_same_initial_weights(encodin
     net = build_gpt(encoding)
     with torch.device("meta"):
         on_meta = build_gpt(encoding)
-    on_meta.materialise("cpu")
-    for p in on_meta.parameters():
-        torch.nn.init.constant_(p, torch.nan)
 
     net.init_weights(0)
+    on_meta.materialise("cpu")
+    for p in on_meta.parameters():
+        p.fill_(torch.nan)
     on_meta.init_weights(0)
 
-    assert torch.equal(on_meta(tokens(TRAIN_LEN)), net(tokens(TRAIN_LEN)))
+    assert_close(on_meta.state_dict(), net.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.long
@@ -270,8 +266,8 @@ def test_logits_in_bf16_stay_near_those_in_fp32(encoding, precision):
         rounded = [read(tokens(length)) for read, length in readings(net)]
 
     for found, expected in zip(rounded, exact, strict=True):
-        assert found.isfinite().all()
-        assert (found - expected).abs().mean() < 0.05 * expected.abs().max()
+        error = (found - expected).abs().mean()
+        assert error < 0.05 * expected.abs().max()  # nor is it NaN
 
 
 def test_every_parameter_has_a_gradient_which_is_that_of_numerical_differentiation(placed):
@@ -558,8 +554,7 @@ def test_the_yaml_lists_every_option(name):
     cls = position.resolve(options.pop("_target_"))
 
     assert options.pop("name") == name
-    assert issubclass(cls, PositionEncoding)
-    assert set(options) == set(options_of(cls))
+    assert options.keys() == options_of(cls).keys()
 
 
 @each_kind

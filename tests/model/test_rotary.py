@@ -175,12 +175,7 @@ def test_every_scaling_trains_as_rope_bit_for_bit(name):
     rope = build_pe("rope")
     positions = torch.arange(100)
 
-    for ours, theirs in zip(
-        pe.tables(positions, 100),
-        rope.tables(positions, 100),
-        strict=True,
-    ):
-        assert torch.equal(ours, theirs)
+    assert_close(pe.tables(positions, 100), rope.tables(positions, 100), rtol=0, atol=0)
 
     assert pe.scales == (pe.unscaled, 8)
     assert build_pe(name, train_len=32, original_len=16, scale=8.0).scales == (8,)
@@ -241,8 +236,7 @@ def test_interleaved_layout_is_the_half_layout_of_permuted_channels(name, share)
     by_half = half.rotate(q, k, ctx)
     by_interleaved = interleaved.rotate(q[..., permutation], k[..., permutation], ctx)
 
-    for ours, theirs in zip(by_interleaved, by_half, strict=True):
-        assert torch.equal(ours, theirs[..., permutation])
+    assert_close(by_interleaved, [x[..., permutation] for x in by_half], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("activations", [torch.float32, torch.bfloat16])

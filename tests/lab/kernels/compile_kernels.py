@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -27,20 +28,13 @@ PTXAS = max(path for path in Path(triton.__file__).parent.rglob("ptxas*") if pat
 RUN = JITFunction.run
 
 
-class Gpu:
+def gpu(capability):
     """What Triton asks the driver of a GPU before it compiles."""
-
-    def __init__(self, capability):
-        self.capability = capability
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self):
-        return self.capability  # Triton keeps what it has compiled for each device
-
-    def get_current_stream(self, device):
-        return 0
+    return SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: capability,  # Triton keeps what it has compiled for each device
+        get_current_stream=lambda device: 0,
+    )
 
 
 def size_of(ptx, capability):
@@ -71,7 +65,7 @@ def tensors_of(bias, length):
 
 def compile_all(bias, capability, head_dim, length, name):
     """Attention with a bias, whose kernels are compiled where they would be launched."""
-    driver.set_active(Gpu(capability))
+    driver.set_active(gpu(capability))
 
     def compiled(kernel, *arguments, warmup, **options):
         full_name = f"{bias}.{kernel.fn.__name__}"
