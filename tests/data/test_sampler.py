@@ -26,7 +26,11 @@ def test_a_permutation_looks_random_and_follows_its_keys():
     keys = np.random.SeedSequence(0).generate_state(4, np.uint64)
 
     images = feistel_permutation(np.arange(n), n, keys)
-    others = feistel_permutation(np.arange(n), n, keys + np.uint64(1))
+    others = feistel_permutation(
+        np.arange(n),
+        n,
+        keys + np.uint64(1),
+    )
 
     correlation = np.corrcoef(np.arange(n), images)[0, 1]
     counts, *_ = np.histogram2d(np.arange(n), images, bins=10)
@@ -67,7 +71,15 @@ DIVISION = {"grad_accum_steps": 2, "rank": 1, "world_size": 2}
 @pytest.mark.parametrize(
     ("start", "division", "expected"),
     [
-        (0, {}, [(range(8), 8), (range(8, 16), 8), (range(8, 12), 16)]),
+        (
+            0,
+            {},
+            [
+                (range(8), 8),
+                (range(8, 16), 8),
+                (range(8, 12), 16),
+            ],
+        ),
         (3, {}, [(range(12, 16), 16)]),
         (
             1,

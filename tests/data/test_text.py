@@ -39,7 +39,11 @@ def test_the_pieces_of_any_file_are_its_bytes_cut_between_lines(tmp_path_factory
     text = b"\n".join(letters[i : i + 1] * length for i, length in enumerate(lines))
     byte_order_mark = b"\xef\xbb\xbf" if mark else b""
 
-    pieces = pieces_of(tmp_path_factory.mktemp("pieces"), byte_order_mark + text, size)
+    pieces = pieces_of(
+        tmp_path_factory.mktemp("pieces"),
+        byte_order_mark + text,
+        size,
+    )
 
     assert b"".join(pieces) == text
     assert max(map(len, pieces), default=0) <= 2 * size

@@ -132,7 +132,10 @@ def byte_level_bpe(kind):
 def sentencepiece_bpe():
     """The steps of Llama 2, and the trainer of its vocabulary."""
     tokenizer = lib.Tokenizer(lib.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    normalizers = [lib.normalizers.Prepend("▁"), lib.normalizers.Replace(" ", "▁")]
+    normalizers = [
+        lib.normalizers.Prepend("▁"),
+        lib.normalizers.Replace(" ", "▁"),
+    ]
     tokenizer.normalizer = lib.normalizers.Sequence(normalizers)
     decoders = [
         lib.decoders.Replace("▁", " "),

@@ -70,7 +70,11 @@ def test_outputs_and_gradients_are_those_of_the_definition(queries, keys, window
 
     # One kernel for a piece of a text, which a GPU takes, and a CPU can run.
     if window is None and not biased:
-        assert_same(fused(q, k, v, ctx, causal=True), expected, [q, k, v, sinks])
+        assert_same(
+            fused(q, k, v, ctx, causal=True),
+            expected,
+            [q, k, v, sinks],
+        )
 
 
 def test_the_cache_of_a_window_is_copied_once_in_as_many_tokens():

@@ -131,4 +131,7 @@ def test_every_token_is_in_one_piece_and_every_rank_has_as_much_work():
 def test_what_needs_the_tokens_before_a_piece_is_refused(options):
     net = build_gpt("rope", **options)
     with pytest.raises(ValueError, match=r"model\.conv and model\.key_offset"):
-        net(torch.arange(40)[None], Shared(group(0, 2), recompute=False))
+        net(
+            torch.arange(40)[None],
+            Shared(group(0, 2), recompute=False),
+        )

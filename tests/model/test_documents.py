@@ -18,7 +18,12 @@ NET = build_gpt("learned", train_len=40, n_layer=1, n_head=1, n_kv_head=1, dim=8
 
 @torch.no_grad()
 @settings(max_examples=15)
-@given(st.integers(1, 3), st.integers(1, 40), st.floats(0, 1), st.integers(0, 99))
+@given(
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.floats(0, 1),
+    st.integers(0, 99),
+)
 def test_documents_of_any_length_are_read_as_if_alone(n, length, share, seed):
     """A learned table tells every position apart, and the rows of an attention have little padding."""
     draws = torch.rand(n, length, generator=torch.Generator().manual_seed(seed))

@@ -404,7 +404,12 @@ def test_a_text_without_some_tokens_weighs_the_others_as_the_whole_text_does(nam
     for scale in trained.scales:
         pe = view(trained, active_scale=scale)
         whole = weights(pe, k, x, everywhere)
-        others_changed = weights(pe, k + is_other, x + is_other, everywhere)
+        others_changed = weights(
+            pe,
+            k + is_other,
+            x + is_other,
+            everywhere,
+        )
         if torch.allclose(whole, others_changed, atol=1e-4):
             close(weights(pe, k, x, kept), whole)
 

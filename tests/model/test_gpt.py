@@ -60,7 +60,10 @@ def test_initial_values_have_the_distribution_of_gpt_2():
     net = GPT(cfg, pe_options("rope", temperature="ssmax"), vocab_size=500, train_len=64)
     for name, parameter in net.named_parameters():
         if name.endswith("ssmax"):
-            assert_close(parameter * math.log(64), torch.ones(4, 1, 1))
+            assert_close(
+                parameter * math.log(64),
+                torch.ones(4, 1, 1),
+            )
             continue
         if parameter.ndim == 1:
             is_norm = not name.endswith(("bias", "sinks"))
@@ -134,7 +137,11 @@ def test_a_block_with_a_convolution_and_offset_keys_by_hand(norm_at):
     idx = tokens(9)
     expected = net.norm(by_hand(net, net.embedding(idx)))
 
-    assert_same(net.hidden_states(idx), expected, [*net.blocks.parameters()])
+    assert_same(
+        net.hidden_states(idx),
+        expected,
+        [*net.blocks.parameters()],
+    )
 
 
 def test_what_reset_parameters_leaves_out_is_an_error(monkeypatch):

@@ -175,7 +175,12 @@ def test_every_scaling_trains_as_rope_bit_for_bit(name):
     rope = build_pe("rope")
     positions = torch.arange(100)
 
-    assert_close(pe.tables(positions, 100), rope.tables(positions, 100), rtol=0, atol=0)
+    assert_close(
+        pe.tables(positions, 100),
+        rope.tables(positions, 100),
+        rtol=0,
+        atol=0,
+    )
 
     assert pe.scales == (pe.unscaled, 8)
     assert build_pe(name, train_len=32, original_len=16, scale=8.0).scales == (8,)
@@ -203,8 +208,16 @@ def test_p_rope_at_auto_keeps_the_frequencies_that_make_a_full_turn_in_training(
         longer = build_pe("p_rope", train_len=10 * length, proportion="auto", original_len=length)
         makes_a_full_turn = theta * length >= 2 * math.pi
 
-        assert_close(pe.frequencies(length), theta * makes_a_full_turn, rtol=1e-12, atol=0)
-        assert torch.equal(longer.frequencies(length), pe.frequencies(length))
+        assert_close(
+            pe.frequencies(length),
+            theta * makes_a_full_turn,
+            rtol=1e-12,
+            atol=0,
+        )
+        assert torch.equal(
+            longer.frequencies(length),
+            pe.frequencies(length),
+        )
 
 
 @pytest.mark.parametrize("name", ["rope", "yarn", "ntk_by_parts"])
@@ -234,7 +247,11 @@ def test_interleaved_layout_is_the_half_layout_of_permuted_channels(name, share)
     permutation = torch.cat((rotated_channels, torch.arange(half.rotary_dim, D)))
 
     by_half = half.rotate(q, k, ctx)
-    by_interleaved = interleaved.rotate(q[..., permutation], k[..., permutation], ctx)
+    by_interleaved = interleaved.rotate(
+        q[..., permutation],
+        k[..., permutation],
+        ctx,
+    )
 
     assert_close(by_interleaved, [x[..., permutation] for x in by_half], rtol=0, atol=0)
 
@@ -275,7 +292,11 @@ def test_values_are_turned_by_the_distance(name):
     options = {"train_len": n, "partial_rotary_factor": 0.5}
     plain = build_pe(name, **options).double()
     pe = build_pe(name, **options, values=True).double()
-    q, k, v, x = normal(*[(1, 4, n, D)] * 3, (1, n, 64), dtype=torch.float64)
+    q, k, v, x = normal(
+        *[(1, 4, n, D)] * 3,
+        (1, n, 64),
+        dtype=torch.float64,
+    )
     one_hot = torch.eye(n, D, dtype=torch.float64).expand_as(v)  # the weight of key j in channel j
     weights = attend(plain, q, k, one_hot, x)[..., :n]
 

@@ -92,7 +92,11 @@ def test_each_reading_is_rope_with_its_published_relative_positions(name):
         angle = relative.nan_to_num()[..., None] * frequencies()
         turn = torch.polar(torch.ones_like(angle), angle)
         products = torch.einsum("bhip,bhjp,ijp->bhij", q, k.conj(), turn).real
-        return torch.where(is_seen, products / math.sqrt(D), -torch.inf)
+        return torch.where(
+            is_seen,
+            products / math.sqrt(D),
+            -torch.inf,
+        )
 
     assert_is_defined_by(scores, pe, tol=1e-5)
 

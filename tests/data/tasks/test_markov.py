@@ -93,7 +93,10 @@ def test_the_optimum_of_each_token_is_that_of_enumeration(options):
     is_scored = torch.tensor([0, 0, 0, 0, 0, 1, 1, 0])
     y[:, is_scored == 0] = IGNORE_INDEX
 
-    torch.testing.assert_close(data.optimum(x, y), losses * is_scored)
+    torch.testing.assert_close(
+        data.optimum(x, y),
+        losses * is_scored,
+    )
 
 
 @pytest.mark.long

@@ -99,7 +99,11 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", TASKS)
 @settings(max_examples=25)
-@given(draw=st.data(), length=st.integers(0, 50), seed=st.integers(0, 9))
+@given(
+    draw=st.data(),
+    length=st.integers(0, 50),
+    seed=st.integers(0, 9),
+)
 def test_with_any_options_labels_are_what_the_symbols_imply_or_the_length_is_refused(name, draw, length, seed):
     options = {key: draw.draw(values, key) for key, values in OPTIONS[name].items()}
     task = build(name, **options)

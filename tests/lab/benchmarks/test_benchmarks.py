@@ -55,13 +55,20 @@ def test_the_bare_loop_trains_what_train_py_does(options):
 
 def test_two_calls_are_timed_in_turns_and_compared_round_by_round():
     order = []
-    seconds = {"a": iter([1.0, 10.0, 2.0]), "b": iter([2.0, 10.0, 6.0])}
+    seconds = {
+        "a": iter([1.0, 10.0, 2.0]),
+        "b": iter([2.0, 10.0, 6.0]),
+    }
 
     def call(name):
         order.append(name)
         return next(seconds[name])
 
-    of_a, of_b = measure.interleave(lambda: call("a"), lambda: call("b"), 3)
+    of_a, of_b = measure.interleave(
+        lambda: call("a"),
+        lambda: call("b"),
+        3,
+    )
 
     assert order == [*"abbaab"]
     assert measure.ratio(of_b, of_a) == "2.00 (1.50 to 2.50)"  # of 2, 1 and 3

@@ -170,7 +170,11 @@ def test_fake_tensors_have_the_shapes_of_real_ones_and_memory_is_linear(name):
             ):
                 out = pe.attend(q, k, v, pe.state(x), ctx)
             grads = torch.autograd.grad(out.float().sum(), (q, k, v))
-        for found, like in zip((out, *grads), (q, q, k, v), strict=True):
+        for found, like in zip(
+            (out, *grads),
+            (q, q, k, v),
+            strict=True,
+        ):
             assert (found.shape, found.dtype) == (like.shape, like.dtype)
         return sum(sizes)
 

@@ -131,7 +131,10 @@ def test_where_no_kernel_serves_the_specification_does():
     q, k, v = torch.randn(3, 1, 2, 20, 16)
     newest = q[:, :, -1:]
 
-    assert torch.equal(attend(twin, newest, k, v), attend(pe, newest, k, v))
+    assert torch.equal(
+        attend(twin, newest, k, v),
+        attend(pe, newest, k, v),
+    )
 
     q, k, v = (x.double() for x in (q, k, v))
 
