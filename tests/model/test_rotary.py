@@ -342,6 +342,15 @@ def test_base_auto_is_the_usual_base_where_no_pair_can_turn_once(head_dim, lengt
     assert build_pe("rope", head_dim=head_dim, train_len=length, base="auto").base == pytest.approx(10_000.0)
 
 
+def test_what_is_chosen_by_length_is_recorded():
+    """So that weights that go on at another length keep their base, their pairs and the share of their window."""
+    rope = build_pe("rope", train_len=128, base="auto", window=0.25)
+    p_rope = build_pe("p_rope", train_len=64, proportion="auto")
+
+    assert (rope.options["base"], rope.options["window"]) == (rope.base, 0.25)
+    assert p_rope.options["original_len"] == 64
+
+
 @pytest.mark.parametrize(
     ("train_len", "window", "tokens"),
     [
