@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -22,21 +21,12 @@ def page(tmp_path):
     assert os.listdir(tmp_path) == ["page.html"]
 
 
-def write_pages(path, number):
-    for _ in range(20):
-        write_text(path, f"{number}" * 100_000)
-
-
-def test_several_programs_may_write_one_file(page):
-    """The file is always one of theirs, and whole."""
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=write_pages, args=(page, number)) for number in range(3)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
-    assert page.read_text() in {f"{number}" * 100_000 for number in range(3)}
+def test_of_two_who_write_a_file_at_once_the_last_to_end_has_written_it(page):
+    with atomic_write(page) as first:
+        first.write(b"first, and longer")
+        write_text(page, "second")
+        assert page.read_text() == "second"
+    assert page.read_text() == "first, and longer"
 
 
 def test_an_error_leaves_the_old_file_and_nothing_else(page):
