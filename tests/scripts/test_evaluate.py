@@ -48,8 +48,10 @@ def labels(run):
 def test_other_settings_stand_beside_each_other_and_the_same_replace(make_run, evaluate):
     run = make_run("pe=rope")
     yarn = [f"run={run}", "pe=yarn", "pe.scale=8"]
+
     assert evaluate(*yarn, "pe.beta_fast=2").code == 0
     assert evaluate(*yarn, "pe.beta_fast=1e6").code == 0
+
     before = snapshot(run / "evals")
     assert labels(run) == ["rope", "yarn at scale 8", "yarn at scale 8"]
 
@@ -57,6 +59,7 @@ def test_other_settings_stand_beside_each_other_and_the_same_replace(make_run, e
 
     after = snapshot(run / "evals")
     changed = [path.name for path in after if after[path] != before[path]]
+
     assert sum(name.startswith("lengths-yarn") for name in changed) == 1  # its provenance says when
 
 
@@ -74,6 +77,7 @@ def test_nothing_is_written_into_another_run_that_takes_its_place(make_run, eval
     other = make_run("pe=alibi")
     On(SCORER, 1, lambda: [run.rename(tmp_path / "moved"), other.rename(run)])(monkeypatch.setattr)
     said = evaluate(f"run={run}", "measures=[lengths]")
+
     assert said.code == 2
     assert f"{run} is another run by now" in said.err
     assert not (run / "evals").exists()
@@ -94,6 +98,7 @@ def test_a_run_from_elsewhere_is_measured_here_and_stays_unfinished(make_run, ev
     assert not (run / "training.json").exists()
     assert not (run / "theirs").exists()
     assert (run / "report.html").read_text() != "old"
+
     (e,) = load_all(run)
     assert "evaluate.py" in e.provenance["command"]
     assert e.provenance["device"] == "cpu"
@@ -137,5 +142,6 @@ def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):
         assert said.code == 2, line
         assert said.out == ""
         assert message in said.err
+
     assert snapshot(run) == before
     assert "run is missing" in evaluate().err

@@ -17,6 +17,7 @@ def test_another_run_that_takes_its_place_is_not_mixed_in(straight, script, monk
 
     On("ropewalk.hf:export", 1, lambda: other.replace(run))(monkeypatch.setattr)
     said = script(program, f"run={run}", f"out={tmp_path}/out")
+
     assert said.code == 2
     assert f"{run} is another run by now" in said.err
     assert not (tmp_path / "out").exists()

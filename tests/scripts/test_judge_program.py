@@ -25,11 +25,13 @@ def runs_in(folder):
 def test_a_try_ends_with_one_line_and_a_file_and_repeated_it_is_the_same_try(judge, train):
     said = judge("pe=alibi")
     line = said.out.splitlines()[-1]
+
     assert line.startswith("alibi against rope: 4x or cut "), said.err
     assert line.endswith(f"; bits per byte; 2 seeds; try 1 of {train.runs}: intervals for 1")
 
     (file,) = (train.runs / "verdicts").glob("*.json")
     verdict = json.loads(file.read_text())
+
     assert verdict["sentence"] == line
     assert verdict["seeds"] == [0, 1]
     assert sorted(verdict["runs"]) == runs_in(train.runs)
@@ -41,6 +43,7 @@ def test_a_try_ends_with_one_line_and_a_file_and_repeated_it_is_the_same_try(jud
 
 def test_a_reading_and_an_edited_encoding_are_other_tries(judge, train, monkeypatch):
     judge("pe=alibi")
+
     assert len(runs_in(train.runs)) == 4
 
     # Read at the training length, its weights are trained as RoPE's are.

@@ -36,6 +36,7 @@ def test_the_text_of_the_most_probable_tokens(trained, sample, training, reader,
     run = trained(*training)
     options = [f"pe={reader}"] if reader else []
     said = sample(f"prompt='{prompt}'", "max_new_tokens=30", "temperature=0", *options, run=run)
+
     assert said.code == 0, said.err
     assert "warning" not in said.err  # it has learned to read them, at this scale
 
@@ -46,6 +47,7 @@ def test_the_text_of_the_most_probable_tokens(trained, sample, training, reader,
     for _ in range(30):
         logits = net(torch.tensor([ids]), encodings=encodings)
         ids.append(int(logits[0, -1, : net.vocab_size].argmax()))
+
     assert said.out == data.decode(ids)
 
 
@@ -69,10 +71,12 @@ def test_a_wrong_option_is_named_and_nothing_printed(sample):
 def test_a_terminal_gets_no_control_characters(sample, monkeypatch):
     """A model may write them, as one of bytes does, and a prompt may have them; a file gets the text as it is."""
     options = ["prompt='\x1b[31ma'", "max_new_tokens=200", "temperature=2"]
+
     assert sample(*options).out.startswith("\x1b[31ma")
 
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     shown = sample(*options).out
+
     assert shown.startswith("\\x1b[31ma")
     assert all(character.isprintable() or character in "\n\t" for character in shown)
 
@@ -81,6 +85,7 @@ def test_a_prompt_of_any_text(sample, monkeypatch, tmp_path):
     """A file, a pipe, or in the quotes that the message proposes."""
     text = "it (is) a=1, [2]\n"
     (tmp_path / "prompt.txt").write_text(text)
+
     assert sample("max_new_tokens=2", f"prompt=@{tmp_path}/prompt.txt").out.startswith(text)
 
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
@@ -88,4 +93,5 @@ def test_a_prompt_of_any_text(sample, monkeypatch, tmp_path):
 
     refused = sample("prompt=def main(").err
     (argument,) = shlex.split(refused.splitlines()[0].rpartition(": ")[2])
+
     assert sample("max_new_tokens=2", argument).out.startswith("def main(")

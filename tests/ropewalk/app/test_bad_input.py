@@ -134,6 +134,7 @@ def test_no_name_of_ours_is_called_foreign():
 
 def test_a_mistake_harms_no_run(train):
     assert train("pe=rope", "trainer.max_steps=1", "eval.variants=[]").code == 0
+
     before = snapshot(train.runs)
     for mistake in ("pe.bse=1", "eval.lengths=[1000]", "data.files=/nowhere/*"):
         assert train("pe=rope", "overwrite=true", mistake).code == 2
@@ -143,10 +144,13 @@ def test_a_mistake_harms_no_run(train):
 def test_what_is_shown_is_what_trains(train, script):
     """Also where data bring a recipe, and a base model its architecture."""
     base = train("pe=rope", "trainer.max_steps=0", "eval.lengths=[1]", "eval.variants=[]", "name=base")
+
     assert base.code == 0
+
     for arguments in (["data=markov"], [f"init_from={train.runs}/base", "pe=yarn", "train_len=32"]):
         outcome = script(program, *arguments, "--cfg", "job")
         assert yaml.safe_load(outcome.out) == train_values(*arguments), outcome.err
+
     assert "optim.lr=0.003 " in script(program, "data=markov", "--help").out
 
 
@@ -160,6 +164,7 @@ def test_help_says_what_each_key_means(script, tmp_path):
     (tmp_path / "pe").mkdir()
     (tmp_path / "pe" / "mine.yaml").write_text("defaults: [rope, _self_]\nbase: 5.0 # my own base\n")
     outcome = script(program, "--config-dir", tmp_path, "pe=mine", "--help")
+
     assert outcome.code == 0
 
     meanings = {}
@@ -167,6 +172,7 @@ def test_help_says_what_each_key_means(script, tmp_path):
         if line.startswith("  ") and "=" in line:
             setting, _, meaning = line.strip().partition(" ")
             meanings[setting.partition("=")[0]] = meaning.strip()
+
     assert meanings["pe.base"] == "my own base"
     assert "tokens" in meanings["pe.window"]  # of nope.yaml, by way of two lists of defaults
     assert [key for key, meaning in meanings.items() if not meaning] == []

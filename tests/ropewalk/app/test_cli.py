@@ -2,11 +2,9 @@
 
 from itertools import product
 
-import pytest
 from omegaconf import OmegaConf
 
-from conf.schema import ConfigError
-from ropewalk.app.cli import composed, encoding, literal, plain, quoted
+from ropewalk.app.cli import composed, literal, plain, quoted
 
 PIECES = ["\\", "'", "${oc.env:SECRET}", "${", "$", "}", " ", "\n"]
 
@@ -21,14 +19,8 @@ def test_text_stands_for_itself(monkeypatch):
 
     nested = {"list": [texts, {"text": texts[0], "none": None}], "number": 1.5, "truth": True}
     config = OmegaConf.create(literal(nested))
+
     assert OmegaConf.to_container(config, resolve=True) == nested
-
-
-def test_an_encoding_is_not_looked_for_outside_of_its_group(tmp_path):
-    (tmp_path / "mine.yaml").write_text("name: mine\n")
-    for name in ("../data/text", f"../../../../../../../../..{tmp_path}/mine"):
-        with pytest.raises(ConfigError, match=r"is no name of an encoding: leave out \.\."):
-            encoding(name)
 
 
 def test_the_name_of_a_run_may_have_an_equals_sign(train):

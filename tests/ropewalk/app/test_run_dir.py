@@ -46,6 +46,7 @@ def edit_config(run, section, **changes):
 def test_overwriting_belongs_to_the_first_start_only(make, run):
     """Else a job that is requeued with overwrite=true never ends."""
     first = make("overwrite=true")
+
     assert not first.begun  # what is there is to be replaced
 
     first.create(DATA)
@@ -78,6 +79,7 @@ def test_one_lock_for_all_that_write_into_a_run(make, run, tmp_path, monkeypatch
         for other in (make().lock(), make("overwrite=true").lock(), lock(link)):
             with pytest.raises(ValueError, match="another process works on"):
                 other.__enter__()
+
     with pytest.raises(ValueError, match=r"seed: 0 in \S+/config\.yaml, 1 on this command line"):
         make("seed=1").lock().__enter__()
 
@@ -91,8 +93,7 @@ def test_links_within_a_run_are_not_followed(make, run, tmp_path, name):
     place = run.path / name
     place.parent.mkdir(exist_ok=True)
     place.touch()
-    place.rename(tmp_path / "moved")
-    place.symlink_to(tmp_path / "moved")
+    place.symlink_to(place.rename(tmp_path / "moved"))
     for use in (lambda: find(run.path), make().check, make("overwrite=true").check):
         with pytest.raises(ValueError, match="is a link"):
             use()
@@ -144,6 +145,7 @@ def test_what_may_change_and_what_not(make, run, options, message):
         return
     again.check()
     again.create(DATA)
+
     assert read_config(run.path)["trainer"]["max_steps"] == again.cfg.trainer.max_steps
 
 
@@ -165,33 +167,39 @@ def test_each_start_is_recorded(make, run, monkeypatch):
     assert {"commit", "dirty", "torch", "packages", "threads", "time"} <= second.keys()
 
 
+CLONE = """
+mkdir -p project/model project/corpus
+cd project
+echo 'a = 1' > old.py
+git init -q
+git add .
+git -c user.name=x -c user.email=x@y commit -qm first
+echo 'a = 2' > old.py
+echo 'mine = 3' > model/encoding.py
+echo 'text = 1' > corpus/page.py
+"""
+
+
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
 def test_changes_to_the_source_are_recorded_with_new_files(make, tmp_path, monkeypatch):
     """In a repository in place of ours. But for a corpus beneath the clone."""
-    project = tmp_path / "project"
-    (project / "model").mkdir(parents=True)
-    (project / "corpus").mkdir()
-    (project / "old.py").write_text("a = 1\n")
-    git = f"git -C {project} -c user.name=x -c user.email=x@y"
-    subprocess.run(f"{git} init -q && {git} add . && {git} commit -qm first", shell=True, check=True)
-    (project / "old.py").write_text("a = 2\n")
-    (project / "model" / "encoding.py").write_text("mine = 3\n")
-    (project / "corpus" / "page.py").write_text("text = 1\n")
-
-    monkeypatch.setattr(provenance, "ROOT", project)
+    subprocess.run(["bash", "-ec", CLONE], cwd=tmp_path, check=True)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path / "project")
     for module in (run_dir, provenance):  # without its cache
         monkeypatch.setattr(module, "source_state", provenance.source_state.__wrapped__)
     run = make()
     run.create(DATA)
 
-    (diff,) = run.path.glob("git-*.diff")
-    assert "+a = 2" in diff.read_text()
-    assert "+mine = 3" in diff.read_text()
-    assert "corpus" not in diff.read_text()
+    (path,) = run.path.glob("git-*.diff")
+    diff = path.read_text()
+    assert "+a = 2" in diff
+    assert "+mine = 3" in diff
+    assert "corpus" not in diff
 
 
 def test_rows_that_are_damaged_or_cut_short(run):
     run.metrics.write_text('{"step": 1}\n{"a": 1}\n')
+
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2, is damaged"):
         list(read_metrics(run.path))
 
@@ -203,7 +211,13 @@ def test_rows_that_are_damaged_or_cut_short(run):
 
 
 # A few lines of aliases stand for a billion values; a sparse file takes no room on a disk, but all in memory.
-@pytest.mark.parametrize(("size", "reason"), [(21, "has an alias"), (2**40, "cannot be read")])
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        (21, "has an alias"),
+        (2**40, "cannot be read"),
+    ],
+)
 def test_a_file_that_would_take_all_memory_is_refused(run, size, reason):
     (run.path / "config.yaml").write_text("a: &x [1]\nb: [*x, *x]\n")
     os.truncate(run.path / "config.yaml", size)

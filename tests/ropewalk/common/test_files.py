@@ -36,11 +36,6 @@ def test_an_error_leaves_the_old_file_and_nothing_else(page):
     assert page.read_text() == "old"
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path):
-    with pytest.raises(OSError, match=r"cannot write .*missing/page\.html"):
-        write_text(tmp_path / "missing" / "page.html", "text")
-
-
 @pytest.mark.parametrize("opener", [open, gzip.open])
 def test_what_seems_to_have_no_end_is_not_read(tmp_path, opener):
     """A hole of a file, or zeros that compress a thousandfold, would take all memory."""
@@ -55,11 +50,13 @@ def test_a_device_or_pipe_is_never_replaced(tmp_path):
     """As root `out=/dev/null` would make it a plain file for the whole machine."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
+
     with pytest.raises(ValueError, match="pipe is a device, a pipe or a socket"):
         write_text(pipe, "text")
 
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     write_out(pipe, b"text")
+
     assert os.read(reader, 100) == b"text"
 
     os.close(reader)
@@ -81,8 +78,11 @@ def test_a_link_of_anybody_else_is_replaced_and_not_followed(page, tmp_path_fact
     assert far.read_text() == "old"
 
 
+SIMPLE = st.none() | st.integers() | st.floats() | st.text()
+
+
 @settings(max_examples=30)
-@given(st.dictionaries(st.text(), st.none() | st.integers() | st.floats() | st.text() | st.lists(st.booleans())))
+@given(st.dictionaries(st.text(), SIMPLE | st.lists(st.booleans())))
 def test_sealed_values_come_back_from_json_and_changed_ones_do_not(values):
     values.pop("checksum", None)
     stored = json.loads(json.dumps(sealed(values)))
