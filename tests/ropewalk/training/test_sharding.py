@@ -6,6 +6,7 @@ import torch.distributed as dist
 from conftest import build_gpt
 from torch.distributed.tensor import DTensor
 
+from model.reading import packed
 from ropewalk.training.hardware import Hardware
 from ropewalk.training.sharding import assign, full_tensor, shard
 
@@ -57,6 +58,17 @@ def test_no_copy_of_all_weights_stays_alive_and_positions_stay_exact(mesh):
     loss.backward()
 
     assert isinstance(net.blocks[0].attn.qkv.weight.grad, DTensor)
+
+
+def test_with_documents_and_checkpointing_gradients_are_those_of_the_whole_network(mesh):
+    whole = build_gpt("cope_rope", n_layer=4, n_kv_head=4)
+    net = shard(build_gpt("cope_rope", n_layer=4, n_kv_head=4, checkpointing=True), mesh, FP32).train()
+    idx = torch.arange(12).view(2, 6)
+    documents = packed(idx, 8)
+    net(idx, documents, targets=idx).backward()
+    whole(idx, documents, targets=idx).backward()
+    for (name, sharded), parameter in zip(net.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(full_tensor(sharded.grad), parameter.grad, msg=name)
 
 
 @pytest.mark.parametrize("name", ["cope_rope", "fire", "t5"])
