@@ -125,6 +125,7 @@ def test_a_quarter_of_the_shortest_text_is_scored_unless_asked_otherwise():
 
 
 def test_a_configuration_is_frozen():
+    """What is written into the run directory is what trains."""
     cfg = resolve(train_values("stages=[{steps: 1, train_len: 64}]"))
     for section in (cfg, cfg.trainer, cfg.eval, cfg.stages[0]):
         key, *_ = type(section).model_fields

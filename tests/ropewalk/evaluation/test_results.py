@@ -76,6 +76,7 @@ def test_the_same_settings_replace_their_file_and_others_never_do(tmp_path):
     ],
 )
 def test_damage_names_file_field_and_remedy(tmp_path, damage, field):
+    """Whoever finds such a file shall know what to do with it."""
     path = tmp_path / "x.json"
     path.write_text(json.dumps(evaluation().model_dump() | damage))
     with pytest.raises(ValueError, match=rf"x\.json is damaged.*{field}.*scripts/evaluate\.py"):
@@ -93,6 +94,7 @@ def test_files_are_read_as_written_also_those_of_older_versions(tmp_path):
 
 
 def test_a_link_is_not_read(tmp_path):
+    """A run may be somebody else's, and its links reach files outside of it."""
     (tmp_path / "link.json").symlink_to(evaluation().save(tmp_path / "evals"))
     with pytest.raises(ValueError, match="is a link"):
         Evaluation.load(tmp_path / "link.json")
@@ -100,6 +102,7 @@ def test_a_link_is_not_read(tmp_path):
 
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_bit_that_flips_is_no_other_result(tmp_path_factory, place, bit):
+    """Wherever it lies, but for the line end."""
     path = evaluation().save(tmp_path_factory.mktemp("evals"))
     content = bytearray(path.read_bytes())
     without_line_end = len(content) - 1
@@ -114,6 +117,7 @@ def test_a_bit_that_flips_is_no_other_result(tmp_path_factory, place, bit):
 @example(name="../../x")
 @example(name=".hidden")
 def test_hostile_names_stay_in_the_folder(tmp_path_factory, name):
+    """The name of an encoding is part of the file's, and may be anybody's."""
     folder = tmp_path_factory.mktemp("evals")
     path = evaluation(label=name, pe={"name": name}).save(folder)
     assert path.parent == folder
@@ -136,6 +140,7 @@ def test_a_loss_is_in_bits_per_byte_or_token():
 
 
 def test_a_task_has_errors():
+    """In percent of the tokens that are scored."""
     two_of_ten_wrong = text(256, 2.0, task="recall", difficulty="hard", errors=[2] * TEXTS)
     row = row_of(two_of_ten_wrong, task="recall")
     assert row.unit == "error in percent"
@@ -144,6 +149,7 @@ def test_a_task_has_errors():
 
 
 def test_ruler_has_answers_found_and_gains():
+    """Of each task at each depth, and of the mean over tasks, to which two depths of a task count as one."""
     baseline = [40 * BITS] * TEXTS
     every_second_wrong = {"task": "niah_single", "errors": [0, 1] * 10, "baseline_nats": baseline}
     measured = [
@@ -151,15 +157,18 @@ def test_ruler_has_answers_found_and_gains():
         text(256, 2.0, depth=1.0, **every_second_wrong),
         text(256, 2.0, task="vt", errors=[0] * TEXTS, baseline_nats=baseline),
     ]
-    rows = {(row.part.name, row.unit): row for row in evaluation(kind="ruler", measured=measured).rows()}
+    means = {}
+    for row in evaluation(kind="ruler", measured=measured).rows():
+        means[row.part.name, row.unit] = estimate(row.sample).value
 
-    assert estimate(rows["niah_single depth 0.00", "answers found in percent"].sample).value == 50
-    assert estimate(rows["mean", "answers found in percent"].sample).value == 75
-    assert estimate(rows["niah_single depth 0.00", "bits per answer"].sample).value == pytest.approx(20, abs=0.5)
-    assert estimate(rows["mean", "bits per answer"].sample).value == pytest.approx(20, abs=0.5)
+    assert means["niah_single depth 0.00", "answers found in percent"] == 50
+    assert means["mean", "answers found in percent"] == 75
+    assert means["niah_single depth 0.00", "bits per answer"] == pytest.approx(20, abs=0.5)
+    assert means["mean", "bits per answer"] == pytest.approx(20, abs=0.5)
 
 
 def test_texts_of_one_document_are_one():
+    """They are no independent draws: their sums are added."""
     sample = row_of(text(256, 2.0, documents=["a", 7, "b", 7] * 5)).sample
     by_text = row_of(text(256, 2.0)).sample.values.reshape(5, 4)
     a, first_7, b, second_7 = by_text.sum(0)

@@ -36,6 +36,7 @@ def brute_force(net, part):
 
 @pytest.mark.parametrize("encoding", ["rope", "cope", "fox"])
 def test_sums_equal_brute_force(encoding):
+    """Over the tokens with bytes, which are in group 0."""
     part = DATA.part(24, 7)
     sums = Scorer(build_gpt(encoding), token_bytes=TOKEN_BYTES)(part)
     nats, *counts = brute_force(build_gpt(encoding), part)
@@ -46,6 +47,7 @@ def test_sums_equal_brute_force(encoding):
 
 @pytest.mark.parametrize("budget", [1, 70, 4096])
 def test_batches_and_pieces_of_logits_change_nothing(monkeypatch, budget):
+    """Batches of one text of 32 tokens, of two, of all; and logits of 400 numbers, eight tokens, at a time."""
     net = build_gpt("rope")
     part = DATA.part(32, 20)
     whole = Scorer(net, token_bytes=TOKEN_BYTES)(part)
@@ -72,6 +74,7 @@ def test_texts_grouped_in_two_ways_are_read_once():
 
 
 def test_dropout_is_off_and_the_mode_kept():
+    """Scoring between two steps must not change how the next one trains."""
     net = build_gpt("rope", dropout=0.5).train()
     part = DATA.part(16, 16)
     score = Scorer(net)

@@ -72,6 +72,7 @@ EXPORTS = {name: dict(encoding=name) for name in ROTARY} | {
 @pytest.mark.parametrize("name", EXPORTS)
 @torch.no_grad()
 def test_an_export_computes_the_same_in_transformers(name, tmp_path):
+    """Logits within and beyond the trained length, and the text that it generates across it."""
     net, pe = build(**EXPORTS[name])
     model = exported(net, pe, tmp_path / "out", scale=largest_scale(net))
     encodings = at_scale(net.encodings, largest_scale(net), TRAIN_LEN)
@@ -114,6 +115,7 @@ OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*EXP
     ],
 )
 def test_what_transformers_lacks_is_refused_by_name(arguments, message, tmp_path):
+    """With all that it lacks, and before anything is written."""
     with pytest.raises(ValueError, match=message):
         exported(*build(**arguments), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -130,6 +132,8 @@ def run(tmp_path):
 
 @pytest.mark.parametrize(("eos", "expected"), [(3, [3, 5]), (7, 7)])
 def test_all_ends_of_a_text_are_kept(run, tmp_path, eos, expected):
+    """The tokenizer's files may name several; they stay if ours is one of them."""
+
     def write_tokenizer(folder):
         (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5], "temperature": 0.5}')
 

@@ -43,6 +43,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_models_are_read_and_written_with_the_same_logits(name, tmp_path):
+    """Every architecture, with each setting that changes what it computes."""
     kind, options = KINDS[name]
     model = hf_model(kind, **options)
     model.save_pretrained(tmp_path / "in")
@@ -72,6 +73,7 @@ def test_models_are_read_and_written_with_the_same_logits(name, tmp_path):
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(kind, change, message, tmp_path):
+    """A setting that is passed over would be other logits without a word."""
     hf_model(kind, **dict(KINDS.values())[kind]).save_pretrained(tmp_path)
     edit(tmp_path, **change)
     with pytest.raises(ValueError, match=message):
@@ -98,6 +100,7 @@ def test_damaged_and_missing_files_are_named(name, content, message, tmp_path):
 
 
 def test_import_reads_shards_half_precision_and_files_of_the_bare_model(tmp_path):
+    """The ways in which models are published."""
     model = hf_model("gpt2", **GPT2)
     model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
 
@@ -116,7 +119,9 @@ def test_buffers_of_old_files_are_no_weights(prefix, tmp_path):
     model = hf_model("gpt2", **GPT2)
     model.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
-    weights = {name.replace("transformer.", prefix): value for name, value in load_file(path).items()}
+    weights = {}
+    for name, value in load_file(path).items():
+        weights[name.replace("transformer.", prefix)] = value
     weights[f"{prefix}h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     weights[f"{prefix}h.1.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(weights, path, metadata={"format": "pt"})
@@ -155,6 +160,7 @@ def test_code_and_pickles_of_a_folder_never_run(tmp_path):
 
 
 def test_weights_outside_of_a_folder_are_not_read(tmp_path):
+    """Neither through a link nor by the index of their parts."""
     folder = tmp_path / "model"
     hf_model("llama", **SIZES).save_pretrained(folder)
     outside = (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")

@@ -50,11 +50,13 @@ def to_old_style(folder) -> None:
 
 
 def test_transformers_has_no_other_rope_type():
+    """A new one must be read, or refused, before its models are."""
     assert set(ROPES) == {"default", *ROPE_INIT_FUNCTIONS}
 
 
 @pytest.mark.parametrize(("kind", "variant", "style"), VARIANTS)
 def test_every_rope_type_is_read_and_written(kind, variant, style, tmp_path):
+    """At lengths within and beyond both the original length and that of the model."""
     model = hf_rope(kind, variant)
     model.save_pretrained(tmp_path / "in")
     if style == "old":

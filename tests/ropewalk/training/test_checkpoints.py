@@ -92,6 +92,7 @@ def two(tmp_path_factory):
 @settings(max_examples=30)
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
 def test_any_damage_is_found_or_changes_nothing(two, at, bit, cut):
+    """The checkpoint before it is taken; a few bits of the file mean nothing."""
     folder, content, saved = two
     place = int(at * len(content))
     damaged = bytearray(content)

@@ -30,6 +30,7 @@ def test_slurm_starts_processes_by_srun_alone(monkeypatch, variables, processes,
 
 
 def test_a_run_in_a_reservation(train, monkeypatch):
+    """Fabric must not wait there for processes that nobody starts."""
     for name, value in BATCH.items():
         monkeypatch.setenv(name, value)
     outcome = train("pe=rope", "trainer.max_steps=1", "eval.lengths=[1]", "eval.variants=[]")

@@ -20,6 +20,7 @@ def test_determinism_is_asked_of_pytorch_for_one_run_of_a_sweep():
 
 
 def test_what_is_asked_for_and_cannot_be_had_is_an_error():
+    """And "auto" takes what there is."""
     with pytest.raises(ValueError, match=r"accelerator cuda is not available here; choose auto or: .*cpu"):
         Hardware.resolve(accelerator="cuda", precision="auto")
 

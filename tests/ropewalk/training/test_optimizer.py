@@ -39,6 +39,7 @@ def test_matrices_decay_and_of_encodings_what_they_name():
 
 
 def test_encodings_have_a_learning_rate_of_their_own():
+    """optim.pe_lr_scale times that of all other parameters."""
     scales = by_name(build_gpt("cope"), "lr_scale")
     for layer in (0, 1):
         assert scales.pop(f"blocks.{layer}.position.table") == 8.0
@@ -71,6 +72,7 @@ def test_a_share_of_nothing_leaves_the_rate_whole_to_the_end():
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9, None])
 def test_clipping_is_pytorchs(max_norm):
+    """It multiplies the gradients as well, here by 3."""
     net = torch.nn.Linear(7, 5)
     theirs = torch.nn.Linear(7, 5)
     for p, q in zip(net.parameters(), theirs.parameters(), strict=True):

@@ -61,6 +61,7 @@ def test_no_copy_of_all_weights_stays_alive_and_positions_stay_exact(mesh):
 
 
 def test_with_documents_and_checkpointing_gradients_are_those_of_the_whole_network(mesh):
+    """What test_processes.py trains without."""
     whole = build_gpt("cope_rope", n_layer=4, n_kv_head=4)
     net = shard(build_gpt("cope_rope", n_layer=4, n_kv_head=4, checkpointing=True), mesh, FP32).train()
     idx = torch.arange(12).view(2, 6)

@@ -54,7 +54,8 @@ def test_copies_are_sorted_by_their_distance(monkeypatch):
     """
     monkeypatch.setattr(far_copies, "MATCH_BYTES", 3)
     rng = np.random.default_rng(0)
-    tokens = rng.permuted([range(VOCAB)] * 3, axis=1)[:, : LENGTH + 1]
+    permutations = rng.permuted([range(VOCAB)] * 3, axis=1)
+    tokens = permutations[:, : LENGTH + 1]
     for row, distance in zip(tokens, (10, 20, 40), strict=True):
         row[-6:] = row[-6 - distance : -distance]
     cfg = SimpleNamespace(lengths=[LENGTH], train_len=SHORT, eval=SimpleNamespace(sequences=9))
@@ -65,7 +66,8 @@ def test_copies_are_sorted_by_their_distance(monkeypatch):
     for text, m in enumerate(results):
         assert m.tokens[text] == sum(m.tokens) == 3
         assert tokens_read(m.nats[text]) == pytest.approx(62 + 63 + 64, abs=0.01)
-        assert 3 * SHORT / 2 <= tokens_read(m.baseline_nats[text]) <= 3 * SHORT + 0.01
+        cut = tokens_read(m.baseline_nats[text])
+        assert 3 * SHORT / 2 <= cut <= 3 * SHORT + 0.01
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,7 @@ def test_copies_are_sorted_by_their_distance(monkeypatch):
     ],
 )
 def test_a_match_has_about_eight_bytes_and_at_least_three_tokens(bytes_per_token, n):
+    """So that copies mean the same whatever the tokenizer; None: it knows no bytes."""
     texts = Texts(np.zeros((2, LENGTH + 1), dtype=np.int64))
     if bytes_per_token:
         texts.token_bytes = torch.tensor([bytes_per_token])
@@ -86,6 +89,7 @@ def test_a_match_has_about_eight_bytes_and_at_least_three_tokens(bytes_per_token
 
 @given(short=st.integers(2, 20), more=st.integers(1, 60))
 def test_windows_score_each_target_once_with_at_least_half_of_the_context(short, more):
+    """Earlier targets have no more text before them than a window has."""
     scored = []
     for window, n_scored in windows(short + more, short):
         assert window.stop - window.start == short

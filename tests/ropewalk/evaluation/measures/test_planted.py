@@ -22,10 +22,10 @@ def copier(p, words):
 
     def predict(tokens):
         odds = np.full(VOCAB, 1 / VOCAB)
-        for place in range(len(tokens) - 2, words - 2, -1):
-            if tokens[place + 1 - words : place + 1] == tokens[-words:]:
+        for end in range(len(tokens) - 1, words - 1, -1):
+            if tokens[end - words : end] == tokens[-words:]:
                 odds *= 1 - p
-                odds[tokens[place + 1]] += p
+                odds[tokens[end]] += p
                 break
         return odds
 
@@ -36,7 +36,8 @@ def recurring():
     """Texts of distinct tokens, but that three words recur far back: in a third of the texts with the same token after
     them. That token is the last target."""
     rng = np.random.default_rng(1)
-    tokens = rng.permuted([range(VOCAB)] * TEXTS, axis=1)[:, : max(LENGTHS) + 1]
+    permutations = rng.permuted([range(VOCAB)] * TEXTS, axis=1)
+    tokens = permutations[:, : max(LENGTHS) + 1]
     tokens[:, -4:] = tokens[:, 5:9]
     goes_on_otherwise = np.arange(TEXTS) % 3 > 0
     tokens[goes_on_otherwise, -1] = tokens[goes_on_otherwise, 20]
@@ -74,6 +75,7 @@ COPIERS = [
 
 @pytest.mark.parametrize(("p", "words", "sees", "sign"), COPIERS)
 def test_who_copies_well_gains_by_length_and_who_copies_blindly_loses(p, words, sees, sign):
+    """The text cut to the training length does not have the words that recur."""
     losses, _ = by_length(Planted(copier(p, words), sees), recurring())
     gain = statistics.difference(losses[TRAIN_LEN], losses[64])
     assert sign_of(gain.value) == sign
@@ -82,6 +84,7 @@ def test_who_copies_well_gains_by_length_and_who_copies_blindly_loses(p, words, 
 
 @pytest.mark.parametrize(("p", "words", "sees", "sign"), COPIERS)
 def test_far_copies_tell_gains_of_the_same_token_from_losses_of_another(monkeypatch, p, words, sees, sign):
+    """Of all texts the last target is scored, and counts to one of the two."""
     monkeypatch.setattr(far_copies, "MATCH_BYTES", 3)
     plan = far_copies.far_copies(recurring(), settings(1))
     gains = {"same": 0.0, "other": 0.0}
@@ -109,6 +112,7 @@ def count(tokens):
 
 
 def test_who_looks_as_far_back_as_the_texts_are_decided_reaches_the_optimum():
+    """At every length, and so gains all that longer text can give."""
     losses, best = by_length(Planted(count), FAR, 2, 180)
 
     for length in LENGTHS:
