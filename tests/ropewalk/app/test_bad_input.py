@@ -86,6 +86,7 @@ CASES = [
     ("--config-name=evil", "evil"),
     ("eval.lengths=" + 900 * "[" + 900 * "]", "recursion"),
     ("init_from=hf:", "init_from='hf:'"),
+    ("init_from=runs/rope-train_len=32", "runs/rope-train_len=32/model.json is missing"),  # as a sweep names them
     # names of other programs, answered with ours
     ("trainer.precision=16-mixed", "bf16-mixed"),
     ("trainer.devices=[0,1]", "CUDA_VISIBLE_DEVICES"),

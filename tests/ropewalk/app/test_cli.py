@@ -21,10 +21,3 @@ def test_text_stands_for_itself(monkeypatch):
     config = OmegaConf.create(literal(nested))
 
     assert OmegaConf.to_container(config, resolve=True) == nested
-
-
-def test_the_name_of_a_run_may_have_an_equals_sign(train):
-    """As those of a sweep over train_len."""
-    outcome = train("init_from=runs/rope-train_len=32")
-    assert outcome.code == 2
-    assert "runs/rope-train_len=32/model.json is missing" in outcome.err
