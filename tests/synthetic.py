@@ -113,7 +113,9 @@ def write_run(folder, pe="rope", seed=0, *, name=None, task=None, identity="a", 
     return run
 
 
-def evaluate(run, values, *, task=None, variants=(), kinds=("lengths",), step=STEPS, settings=None, noise=0.02, falls=None):
+def evaluate(
+    run, values, *, task=None, variants=(), kinds=("lengths",), step=STEPS, settings=None, noise=0.02, falls=None
+):
     """Results of a run; `variants` are names, or (name, options), of what reads it zero-shot at scale 8."""
     pe = values["pe"]
     readings = [Variant(label=pe["name"], pe=pe, scale=1.0, zero_shot=False)]

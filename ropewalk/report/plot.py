@@ -21,7 +21,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from matplotlib import colors, ticker, transforms
+from matplotlib import colors, markers, ticker, transforms
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
@@ -319,9 +319,9 @@ def _draw(
             if line != BEST_POSSIBLE:
                 ax.vlines(means.x, means.low, means.high, linewidth=1.2, alpha=0.6, **behind)
                 # An interval that goes on beyond the axis ends there in an arrow.
-                for end, arrow in zip(limits, "v^", strict=True):
+                for end, tip in zip(limits, (markers.CARETDOWN, markers.CARETUP), strict=True):
                     leaves = means.x[(means.low < end) & (end < means.high)]
-                    ax.plot(leaves, [end] * len(leaves), arrow, markersize=4, clip_on=False, **behind)
+                    ax.plot(leaves, [end] * len(leaves), linestyle="", marker=tip, markersize=5, **behind)
             dots = of_line[of_line.seed.notna()]
             if len(dots) > len(means):
                 ax.plot(dots.x, dots.y, ".", markersize=2.5, alpha=0.45, **behind)

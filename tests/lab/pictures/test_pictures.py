@@ -72,19 +72,6 @@ def test_gates_made_of_the_values_are_refused():
         attended(net, torch.arange(8)[None], [7])
 
 
-def test_gates_of_fox_are_what_it_forgets():
-    """A weight is that without position, times what each token after the key has left of it."""
-    (layer, _) = pictures.attention_of(build_gpt("fox"), torch.arange(40))
-    nope = build_pe("nope", n_kv_head=2)
-    ctx = make_context(nope, torch.arange(40), 40, 40)
-    plain = weights_of(lambda v: nope.attend(layer.q, layer.k, v, {}, ctx), layer.k, [39])[0, :, 0]
-    left = 1 - pictures.gates_of(layer)  # [H, T]
-    after = [left[:, key + 1 :].prod(1) for key in range(40)]
-    expected = plain * torch.stack(after, 1)
-    expected /= expected.sum(1, keepdim=True)
-    torch.testing.assert_close(layer.weights[0, :, -1], expected, rtol=1e-4, atol=1e-6)
-
-
 def numbers_and_words(path):
     """The coordinates of a picture, and what stands between them; the names of shapes are hashes of coordinates."""
     number = r"-?\d+\.?\d*"
@@ -104,7 +91,9 @@ def test_pictures_made_again_are_those_in_docs(script, tmp_path):
 
 
 def test_every_encoding_has_its_picture_and_its_lines():
-    positions, explanation = ((ROOT / "docs" / name).read_text() for name in ("positions.md", "from_angles_to_context.md"))
+    positions, explanation = (
+        (ROOT / "docs" / name).read_text() for name in ("positions.md", "from_angles_to_context.md")
+    )
     used = set(re.findall(r'src="pictures/([\w-]+)\.svg"', positions + explanation))
     assert used == {path.stem for path in PICTURES.iterdir()}
     for name in (*ENCODINGS, *PRESETS):
@@ -122,9 +111,3 @@ def test_a_run_and_a_page(script, straight, tmp_path):
     assert page.count("<svg") == 2
     assert "what its gates forget" in page
     assert "http" not in re.sub(r'xmlns(:xlink)?="http://www.w3.org/[^"]*"', "", page)  # names of formats are no links
-
-
-def test_a_misspelled_encoding_is_corrected(script, tmp_path):
-    wrong = script(program, "encodings=[yarm]", f"out={tmp_path}")
-    assert (wrong.code, wrong.out) == (2, "")
-    assert "did you mean yarn" in wrong.err

@@ -49,7 +49,7 @@ def scrambled(table, rng):
     table = table.assign(tied=rng.random(n) < 0.5)
     for name in ("gain", "lead", "share"):
         table[name] = rng.normal(0, 0.05, n)
-        half = np.abs(rng.normal(0, 0.05, n))
+        half = rng.exponential(0.05, n)
         table[f"{name}_low"] = table[name] - half
         table[f"{name}_high"] = table[name] + half
     intervals = zip(table.gain_low, table.gain_high, strict=True)

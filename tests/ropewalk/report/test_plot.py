@@ -1,5 +1,6 @@
 """Figures show the numbers of the table, are the same bytes each time, and everyone can tell their lines apart."""
 
+import json
 from itertools import combinations
 
 import matplotlib.pyplot as plt
@@ -7,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
+from matplotlib.markers import CARETDOWN, CARETUP
 from matplotlib.text import Text
 from synthetic import write_run
 
@@ -53,19 +55,12 @@ def test_lines_have_a_contrast_of_3_to_the_paper(palette):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def table(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for seed in (0, 1, 2):
         write_run(folder, "rope", seed, variants=["yarn", "rerope"], noise=0.002)
         for pe in ("alibi", "cope", "fox", "nope"):
-            run = write_run(folder, pe, seed, noise=0.002)
-            rows = [f'{{"step": {n}, "tokens": {4 * n}, "val/bits_per_byte": {4 / n + seed}}}\n' for n in range(1, 9)]
-            (run / "metrics.jsonl").write_text("".join(rows))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def table(folder):
+            write_run(folder, pe, seed, noise=0.002)
     return ropewalk.runs(folder)
 
 
@@ -111,31 +106,34 @@ def test_a_figure_shows_the_table_and_its_words_have_room(table, size):
         assert 0 <= box.y0 < box.y1 <= height
 
 
-def test_an_interval_that_leaves_the_axis_ends_in_an_arrow(table):
+@pytest.mark.parametrize(("column", "value", "arrow"), [("gain_low", -9.0, CARETDOWN), ("gain_high", 9.0, CARETUP)])
+def test_an_interval_that_leaves_the_axis_ends_in_an_arrow(table, column, value, arrow):
     rows = table[table.line.isin(["fox", "rope"]) & table.seed.isna()]
-    is_wide = (rows.line == "rope") & (rows.length == 512)
-    wide = rows.assign(gain_low=rows.gain_low.mask(is_wide, -9.0), gain_high=rows.gain_high.mask(is_wide, 9.0))
-    ax = plot.gain(wide, plot.new())
-    arrows = [line for line in ax.lines if line.get_marker() in ("v", "^") and len(line.get_xdata())]
-    assert [(line.get_marker(), *line.get_data()) for line in arrows] == [
-        ("v", [512], [ax.get_ylim()[0]]),
-        ("^", [512], [ax.get_ylim()[1]]),
-    ]
+    is_wide = (rows.line == "rope") & (rows.length == 256)
+    ax = plot.gain(rows.assign(**{column: rows[column].mask(is_wide, value)}), plot.new())
+    arrows = [line.get_data() for line in ax.lines if line.get_marker() == arrow]
+    ((x, y),) = np.concatenate(arrows, axis=1).T
+    assert x == 256
+    assert y in ax.get_ylim()
 
 
-def test_other_figures_show_their_tables(folder, table):
-    """The lead, the mean of the curves; of one curve its end."""
-    rows = table[(table.line == "fox") & table.seed.isna()]
+def test_the_lead_is_over_the_reference(table):
     ax = plot.gain(table, plot.new(), lines=["fox"], over="reference")
+    rows = table[(table.line == "fox") & table.seed.isna()]
     _, lead, *_ = of_colour(ax, plot.LIGHT.lines[0])
     np.testing.assert_array_equal(lead, [rows.length, rows.lead])
 
-    recorded = ropewalk.curves(folder, only="fox*")
-    ax = plot.curves(recorded, plot.new())
+
+def test_curves_are_means_over_the_seeds_and_end_on_the_axis(tmp_path):
+    for seed in (0, 1, 2):
+        run = write_run(tmp_path, "fox", seed, finished=False)
+        rows = [{"step": n, "tokens": 4 * n, "val/loss": n + seed} for n in range(1, 9)]
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    ax = plot.curves(ropewalk.curves(tmp_path), plot.new())
     steps = np.arange(1, 9)
-    np.testing.assert_allclose(of_colour(ax, plot.LIGHT.lines[0])[0], [4 * steps, 4 / steps + 1])
-    rising = recorded.assign(**{"val/bits_per_byte": recorded.step})
-    assert plot.curves(rising, plot.new()).get_ylim()[1] > 8
+    mean, *_ = of_colour(ax, plot.LIGHT.lines[0])
+    np.testing.assert_array_equal(mean, [4 * steps, steps + 1])
+    assert ax.get_ylim()[1] > 9
 
 
 @pytest.mark.parametrize("kind", ["svg", "pdf", "png"])
@@ -158,12 +156,9 @@ def test_mistakes_name_what_there_is(table):
             mistake()
 
 
-def test_a_figure_of_a_user(table):
-    """In their own axes, on a dark background; without any, in one of pyplot's."""
-    _, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
-    axes[1].set_facecolor("black")
-    assert ropewalk.plot.gain(table, axes[1], lines=["fox"]) is axes[1]
-    assert of_colour(axes[1], plot.DARK.lines[0])
-    ropewalk.plot.gain(table)
-    assert len(plt.get_fignums()) == 2
-    plt.close("all")
+def test_a_figure_of_a_user_has_their_axes_and_background_or_is_one_of_pyplot(table):
+    dark = plot.new(palette=plot.DARK)
+    assert plot.gain(table, dark, lines=["fox"]) is dark
+    assert of_colour(dark, plot.DARK.lines[0])
+    assert ropewalk.plot.gain(table).figure is plt.gcf()
+    plt.close()
