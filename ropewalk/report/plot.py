@@ -320,8 +320,8 @@ def _draw(
                 ax.vlines(means.x, means.low, means.high, linewidth=1.2, alpha=0.6, **behind)
                 # An interval that goes on beyond the axis ends there in an arrow.
                 for end, tip in zip(limits, (markers.CARETDOWN, markers.CARETUP), strict=True):
-                    leaves = means.x[(means.low < end) & (end < means.high)]
-                    ax.plot(leaves, [end] * len(leaves), linestyle="", marker=tip, markersize=5, **behind)
+                    for x in means.x[(means.low < end) & (end < means.high)]:
+                        ax.plot(x, end, marker=tip, markersize=5, **behind)
             dots = of_line[of_line.seed.notna()]
             if len(dots) > len(means):
                 ax.plot(dots.x, dots.y, ".", markersize=2.5, alpha=0.45, **behind)

@@ -1,7 +1,6 @@
-"""The page needs nothing else and has the numbers of the table, names are only text on it; the end of a run is short."""
+"""The page needs nothing else and has all numbers, names are only text on it; the end of a run is one screen."""
 
 import html
-import json
 import re
 from types import SimpleNamespace
 
