@@ -4,9 +4,11 @@ _RESUME = "the same command resumes a run; init_from=RUN starts another one from
 _NO_CALLBACKS = "there are no callbacks: the loop is `Training.fit` in train.py, where a line of yours has its place"
 _ADAMW = "AdamW is the only optimizer: its keys are optim.lr, optim.weight_decay and so on"
 _TRIAL = "experiment=quick is a run of seconds, dry_run=true only says what a run would take"
+_FILES = "data=text data.files='FOLDER/**/*' reads your own files"
+_HUB = "data=hf data.path=NAME reads a dataset of the hub"
 _FP16 = "there is no fp16, whose gradients would need scaling: trainer.precision=bf16-mixed"
 
-# Key, last word of a key, WORD=VALUE or WORD=TYPE -> the answer.
+# Key, last word of a key, WORD=VALUE, GROUP=OPTION or WORD=TYPE -> the answer.
 FOREIGN = {
     "accumulate_grad_batches": "trainer.grad_accum_steps",
     "batch_size_per_device": "trainer.batch_size, which counts the sequences of all processes",
@@ -17,6 +19,14 @@ FOREIGN = {
     "context_length": "train_len",
     "data": "a trained model keeps its data; for others make a run of 0 steps: "
     "train.py init_from=RUN trainer.max_steps=0 data=...",
+    "data=c4": _HUB,
+    "data=fineweb": _HUB,
+    "data=openwebtext": _HUB,
+    "data=shakespeare": _FILES,
+    "data=shakespeare_char": _FILES,
+    "data=tinyshakespeare": _FILES,
+    "data=tinystories": _HUB,
+    "data=wikitext": _HUB,
     "dataset": "data=hf data.path=NAME, or data=text data.files=GLOB",
     "debug": _TRIAL,
     "devices=list": "CUDA_VISIBLE_DEVICES=0,1 chooses devices, and trainer.devices=2 is their number",
@@ -45,6 +55,10 @@ FOREIGN = {
     "optimizer": _ADAMW,
     "out_dir": "runs_dir is the folder of the runs, name=... that of this one",
     "output_dir": "runs_dir is the folder of the runs, name=... that of this one",
+    "pe=absolute": "pe=learned, or pe=sinusoidal",
+    "pe=none": "pe=nope",
+    "pe=rotary": "pe=rope",
+    "pe=sin": "pe=sinusoidal",
     "per_device_train_batch_size": "trainer.batch_size, which counts the sequences of all processes",
     "precision=16": _FP16,
     "precision=16-mixed": _FP16,
@@ -64,7 +78,7 @@ FOREIGN = {
 
 
 def answer(key: str, value: object = None) -> str:
-    """Return what a foreign key, or a foreign value of a key of ours, is here; empty where nobody knows."""
+    """Return what a foreign key, or a foreign value of a key of ours, is here, to be added to a message."""
     word = key.rpartition(".")[2]
     names = [key, word] if value is None else [f"{word}={value}", f"{word}={type(value).__name__}"]
-    return next((FOREIGN[name] for name in names if name in FOREIGN), "")
+    return next((f"; here it is so: {FOREIGN[name]}" for name in names if name in FOREIGN), "")

@@ -23,6 +23,10 @@ CASES = [
     ("max_steps=3", "trainer.max_steps"),
     ("+trainer.max_stepz=3", "trainer.max_steps"),
     ("optim.lrr=1 foo=1", "did you mean optim.lr?\nfoo: there is no such key"),
+    ("pe=yarm pe.scale=2 optim.lrr=1", "did you mean yarn?\noptim.lrr: there is no such key"),
+    ("--optim.lr=0", "error: optim.lr=0: "),
+    ("--batch_size 32", "'batch_size' is not KEY=VALUE"),
+    ("seed=0,1", "-m seed=0,1"),
     ("wandb=true", "logger=wandb"),
     ("logger.project=x", "logger=wandb"),
     ("data=code data.files=x", "data=text"),
@@ -123,6 +127,9 @@ FOREIGN_LINES = {
     "max_iters=100": "trainer.max_steps",
     "out_dir=out": "runs_dir",
     "eval_interval=10": "trainer.val_every",
+    "pe=rotary": "pe=rope",
+    "data=shakespeare": "data.files=",
+    "data=openwebtext": "data.path=",
 }
 
 
