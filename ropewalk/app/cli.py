@@ -92,7 +92,7 @@ def launch(name: str, about: str | None, load: Callable[[], Task]) -> None:
         flags, hydra_flags, overrides = _parse(sys.argv[1:])
         if flags.version:
             print(f"Ropewalk {version('ropewalk')}")
-        elif flags.multirun:
+        elif flags.multirun and not (flags.help or flags.cfg):
             from ropewalk.app.sweep import sweep
 
             sweep(name, load(), [*hydra_flags, "--multirun"], overrides)

@@ -127,6 +127,8 @@ FOREIGN_LINES = {
     "max_iters=100": "trainer.max_steps",
     "out_dir=out": "runs_dir",
     "eval_interval=10": "trainer.val_every",
+    "model.hidden_size=64": "model.dim",
+    "trainer.max_time=9": "trainer.time_limit",
     "pe=rotary": "pe=rope",
     "data=shakespeare": "data.files=",
     "data=openwebtext": "data.path=",
