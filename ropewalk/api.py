@@ -31,6 +31,8 @@ MAX_LEN = 2**24  # tokens: the longest training length
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 F = TypeVar("F", bound=Callable[..., Any])
 
+encodings = cli.encoding_names
+
 
 def checked(function: F) -> F:
     """Decorate a function: arguments of other types than its signature says are a ValueError, with a line for each."""
@@ -48,9 +50,9 @@ def checked(function: F) -> F:
             for detail in error.errors():
                 at, *_ = detail["loc"]  # an argument without a name in the call is numbered
                 name = names[min(at, len(names) - 1)] if isinstance(at, int) else at
-                shown = name if "missing" in detail["type"] else f"{name}={reprlib.repr(detail['input'])}"
-                unknown = detail["type"] == "unexpected_keyword_argument"
-                hint = nearest(name, sorted(parameters.keys() - {"self"})) if unknown else ""
+                kind = detail["type"]
+                shown = name if "missing" in kind else f"{name}={reprlib.repr(detail['input'])}"
+                hint = nearest(name, sorted(parameters.keys() - {"self"})) if "unexpected_keyword" in kind else ""
                 # Of a union the first alternative stands for all.
                 lines.setdefault(name, f"{shown}: {detail['msg']}{hint}")
         raise ValueError("\n".join(lines.values()))
@@ -228,11 +230,6 @@ def runs(
         reasons = "; ".join(f"{path}: {reason}" for path, reason in loaded.left_out)
         warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=5)
     return table.results(loaded, reference)
-
-
-def encodings() -> list[str]:
-    """The names of all encodings, for `encoding`, `load` and pe=NAME of the programs."""
-    return cli.encoding_names()
 
 
 @checked

@@ -283,7 +283,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 
 def encoding_names() -> list[str]:
-    """Return the names of the encodings in conf/pe, sorted."""
+    """Return the names of all encodings, sorted: for pe=NAME, `ropewalk.encoding` and `ropewalk.load`."""
     return sorted(path.stem for path in CONF_DIR.glob("pe/*.yaml"))
 
 

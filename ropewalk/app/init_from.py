@@ -58,9 +58,7 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
     values["pe"] = encoding(values["pe"])
     if not values["init_partial"]:
         _check_fit(source, base, values)
-    seed = f"-s{values['seed']}" if values["seed"] else ""
-    name = f"{Path(source).name}-{values['pe'].get('name')}-{values['train_len']}{seed}"
-    return values | {"name": values["name"] or name}
+    return values
 
 
 def _tokenizer_of(source: str, data: Options) -> dict[str, Any]:
@@ -160,5 +158,4 @@ def _import_model(directory: RunDir, base: Options, fill: Callable[[GPT], Any]) 
     identity = data.identity()
     with directory.lock():
         directory.create(identity, data.tokenizer_files())
-        length = original_len(cfg, base)
-        serialization.save(net, directory.path, pe=cfg.pe, tokenizer=identity, original_len=length)
+        serialization.save(net, directory.path, pe=cfg.pe, tokenizer=identity, original_len=original_len(cfg, base))
