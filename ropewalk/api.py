@@ -82,8 +82,10 @@ class Model:
 
         Token ids [T] may stand for a text, here and in the methods below.
 
-        Raises ValueError: it cannot be encoded.
+        Raises ValueError: it cannot be encoded, or is a tensor of another kind.
         """
+        if not isinstance(text, str) and (text.dim() != 1 or text.is_floating_point()):
+            raise ValueError(f"{text.dtype} {tuple(text.shape)} is not token ids [T]: model.net(idx) takes [B, T]")
         ids = self.data.prompt(text) if isinstance(text, str) else text
         return torch.as_tensor(ids, dtype=torch.int64, device=self.net.embedding.weight.device)
 

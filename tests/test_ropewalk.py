@@ -33,6 +33,9 @@ def test_a_trained_model_gives_logits_and_text(run):
     assert model.generate("knots", 30, seed=2) != text
     with pytest.raises(ValueError, match="did you mean temperature"):
         model.generate("knots", temprature=0.0)
+    for not_ids in (ids[None], ids / 1):
+        with pytest.raises(ValueError, match=r"is not token ids \[T\]"):
+            model.logits(not_ids)
 
 
 def test_a_run_is_read_by_another_encoding(run):
