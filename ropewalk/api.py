@@ -164,7 +164,7 @@ def load(
 
 
 @checked
-def curves(*folders: str | Path, only: str | Sequence[str] = (), exclude: str | Sequence[str] = ()) -> pd.DataFrame:
+def curves(*folders: str | Path, only: Sequence[str] = (), exclude: Sequence[str] = ()) -> pd.DataFrame:
     """The training curves of the runs in or below the folders: a row for each row of their metrics.jsonl.
 
     Columns: run, path, seed, data, train_len, encoding, label as of `runs`; step, tokens; and what was logged, such as
@@ -175,17 +175,12 @@ def curves(*folders: str | Path, only: str | Sequence[str] = (), exclude: str | 
 
     Raises ValueError: a folder does not exist.
     """
-    return frame.curves(frame.load(folders, _patterns(only), _patterns(exclude))).rename(columns={"name": "run"})
-
-
-def _patterns(names: str | Sequence[str]) -> Sequence[str]:
-    """A pattern, or several."""
-    return [names] if isinstance(names, str) else names
+    return frame.curves(frame.load(folders, only, exclude)).rename(columns={"name": "run"})
 
 
 @checked
 def runs(
-    *folders: str | Path, only: str | Sequence[str] = (), exclude: str | Sequence[str] = (),
+    *folders: str | Path, only: Sequence[str] = (), exclude: Sequence[str] = (),
     reference: str = "rope",
 ) -> pd.DataFrame:  # fmt: skip
     """Everything measured on the runs in or below the folders, as one long table of plain columns.
@@ -227,7 +222,7 @@ def runs(
 
     Raises ValueError: a folder does not exist.
     """
-    loaded = frame.load(folders, _patterns(only), _patterns(exclude))
+    loaded = frame.load(folders, only, exclude)
     if loaded.left_out:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in loaded.left_out)
         warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=5)

@@ -34,8 +34,10 @@ ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowEr
 TRAIN = "config"  # the configuration of train.py, to which an experiment and a model to start from belong
 _TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
 _BASE = "base_model"
-_LONG_FLAGS = "hydra-help|resolve|package|run|shell-completion|config-path|config-name|experimental-rerun|info"
-_HYDRA_FLAG = rf"(--({_LONG_FLAGS})|-(p|r|sc|cp|cn|i))(=|$)"
+_HYDRA_FLAG = (
+    "(--(hydra-help|resolve|package|run|shell-completion|config-path|config-name|experimental-rerun|info)"
+    "|-(p|r|sc|cp|cn|i))(=|$)"
+)
 
 Task = Callable[[DictConfig], Any]
 
