@@ -342,5 +342,6 @@ def quoted(text: str) -> str:
 @functools.cache
 def _of_yaml(name: str, *_search_path: str) -> dict[str, Any]:
     """The options in pe/`name`.yaml; the search path makes the cache tell folders apart."""
-    with composed(f"pe/{name}") as config:
+    # Not as the primary configuration, which Hydra does not look for in a user's folders.
+    with composed("program", f"+pe={quoted(name)}") as config:
         return plain(config)["pe"]

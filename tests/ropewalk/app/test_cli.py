@@ -30,6 +30,13 @@ def test_an_encoding_is_not_looked_for_outside_of_its_group(tmp_path):
             encoding(name)
 
 
+def test_an_encoding_in_a_folder_of_the_users_is_found_by_its_name(tmp_path):
+    (tmp_path / "pe").mkdir()
+    (tmp_path / "pe" / "mine.yaml").write_text("defaults: [rope, _self_]\nbase: 5.0\n")
+    with composed("draw", f"hydra.searchpath=[file://{tmp_path}]"):
+        assert encoding("mine") == encoding("rope") | {"base": 5.0}
+
+
 def test_the_name_of_a_run_may_have_an_equals_sign(train):
     """As those of a sweep over train_len."""
     outcome = train("init_from=runs/rope-train_len=32")
