@@ -27,7 +27,7 @@ CASES = [
     ("--optim.lr=0", "error: optim.lr=0: "),
     ("--batch_size 32", "'batch_size' is not KEY=VALUE"),
     ("seed=0,1", "-m seed=0,1"),
-    ("-m seed=0,1 --cfg job", "seed=0,1: several values"),
+    ("-m seed=0,1 --cfg=job", "seed=0,1: several values"),
     ("wandb=true", "logger=wandb"),
     ("logger.project=x", "logger=wandb"),
     ("data=code data.files=x", "data=text"),
