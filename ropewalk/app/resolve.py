@@ -112,8 +112,9 @@ def check(values: Mapping[str, Any]) -> Config:
     micro_batch_size(given.trainer.batch_size, given.trainer.grad_accum_steps, 1)
     build_data(given.data)
     pe, net = resolve_encoding(given.pe, given.model, given.train_len)
-    base = given.init_from
-    words = [Path(base).name, pe["name"], str(given.train_len)] if base else [pe["name"], given.data["name"]]
+    words = [pe["name"], given.data["name"]]
+    if given.init_from:
+        words = [Path(given.init_from).name, pe["name"], str(given.train_len)]
     seed = f"-s{given.seed}" if given.seed else ""
     cfg = given.model_copy(update={"pe": pe, "name": given.name or "-".join(words) + seed})
     cfg = cfg.model_copy(update={"stages": [_resolve_stage(cfg, stage, net) for stage in cfg.stages]})
