@@ -98,7 +98,7 @@ def _missing_option(name: str, options: Sequence[str]) -> str:
     if choice in _EXTRAS:
         return f'{group}={choice} needs a package: pip install -e ".[{_EXTRAS[choice]}]"'
     # Of an option within a file Hydra does not say which there are.
-    known = options or [path.stem for path in CONF_DIR.joinpath(group).glob("*.yaml")]
+    known = options or sorted(path.stem for path in CONF_DIR.joinpath(group).glob("*.yaml"))
     hint = answer(group, choice) or nearest(choice, known)
     return f"{group or 'configuration'}={choice}: there is no such option{hint}"
 
