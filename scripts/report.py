@@ -42,14 +42,10 @@ class Arguments(Section):
 
 @program("report", Arguments)
 def main(args: Arguments) -> None:
-    folders = args.folders
-    if isinstance(folders, str):
-        folders = [folders]
+    folders = [args.folders] if isinstance(args.folders, str) else args.folders
     runs = frame.load(folders, args.only, args.exclude)
     if runs.runs.empty and not runs.left_out:
-        asked = ""
-        if args.only or args.exclude:
-            asked = f" with a name as in only={args.only} exclude={args.exclude}"
+        asked = f" with a name as in only={args.only} exclude={args.exclude}" if args.only or args.exclude else ""
         raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
 
     named = [kind for kind in get_args(Format) if str(args.out).endswith(f".{kind}")]

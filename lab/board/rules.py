@@ -15,9 +15,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import stdtrit
 
 from conf.schema import Section
-from ropewalk.evaluation.statistics import Estimate, holm, over_seeds, p_value, upper_bound
+from ropewalk.evaluation.statistics import Estimate, holm, over_seeds, p_value
 
 RATES = (0.75e-3, 1.5e-3, 3e-3, 6e-3, 12e-3)  # the learning rates that an entry may choose from
 PARAMETERS, COST, ABOVE = 1.02, 2.0, 0.02  # at most: both as multiples of RoPE's; bits at 1x above RoPE
@@ -127,6 +128,11 @@ def above_rope(mine: Measured, rope: Measured) -> Estimate:
     error = float(np.hypot(a.error, b.error))
     value = a.value - b.value
     return a._replace(value=value, low=value, high=value, error=error, freedom=min(a.freedom, b.freedom))
+
+
+def upper_bound(e: Estimate) -> float:
+    """Return the upper end of the one-sided 95 % interval."""
+    return e.value + float(stdtrit(e.freedom, 0.95)) * e.error
 
 
 def broken_rules(verdict: Verdict) -> list[str]:

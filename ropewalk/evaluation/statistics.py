@@ -121,17 +121,6 @@ def over_seeds(values: np.ndarray) -> Estimate:
     return estimate(Sample(values[:, None], np.ones(1)))
 
 
-def at_level(e: Estimate, level: float) -> Estimate:
-    """Return `e` with the interval of a two-sided test at `level`, at most 0.05.
-
-    It has the degrees of freedom of the seeds: those of Satterthwaite's formula are many just where the seeds happen to
-    agree, and the tails of such a distribution too thin. At 0.05, where both serve, it is the interval of `e`.
-    """
-    freedom = e.seeds - 1 if e.seeds > 1 else e.freedom
-    half = e.half * float(stdtrit(freedom, 1 - level / 2) / stdtrit(freedom, 0.975))
-    return e._replace(low=e.value - half, high=e.value + half)
-
-
 def difference(a: Sample, b: Sample) -> Estimate:
     """Estimate `a` minus `b`, paired by seed and text, so that the variation they share cancels.
 
@@ -211,8 +200,3 @@ def tied(behind: Sequence[Estimate | None]) -> list[bool]:
     pairs = len(behind) * (len(behind) + 1) / 2
     cautious = [None if e is None else e._replace(error=max(e.error, mean_error)) for e in behind]
     return [e is None or p_value(e) > 0.05 / pairs for e in cautious]
-
-
-def upper_bound(e: Estimate) -> float:
-    """Return the upper end of the one-sided 95 % interval."""
-    return e.value + float(stdtrit(e.freedom, 0.95)) * e.error

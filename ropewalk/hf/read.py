@@ -65,9 +65,9 @@ class Pretrained:
 
     def identity(self) -> str:
         """Return a hash that changes with the files of the weights, by their sizes and times."""
-        files = [(path.name, path.stat()) for path in sorted(self.folder.glob("*.safetensors"))]
-        stats = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
-        return hashlib.sha256(str(stats).encode()).hexdigest()
+        stats = {path.name: path.stat() for path in self.folder.glob("*.safetensors")}
+        values = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
+        return hashlib.sha256(str(values).encode()).hexdigest()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the weights under the names of our network, fp32.

@@ -3,12 +3,10 @@
 import sys
 import time
 from collections.abc import Mapping
-from itertools import cycle, groupby, islice
 from typing import Any
 
 from conf.schema import Config
 from data.base import Data
-from model import position
 from model.gpt import GPT
 from model.position.base import Scaled
 from ropewalk.training.distributed import is_rank_zero, world_size
@@ -40,7 +38,7 @@ def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, memory: str,
     print(*data.describe(cfg.train_len), sep="\n")
     counts = "{total:,} parameters ({embedding:,} embedding, {position:,} position)".format_map(size["parameters"])
     print(f"model: {counts}, {size['flops_per_token'] / 1e6:.1f} MFLOP a token")
-    print(f"position encoding: {cfg.pe['name']}; layers: {layers(cfg.pe, len(net.encodings))}")
+    print(f"position encoding: {cfg.pe['name']}", *cfg.pe.get("pattern", []))
     # Encodings of a pattern may differ only in their window, and then describe their scaling alike: print it once.
     descriptions: list[str] = []
     for pe in net.distinct_encodings:
@@ -51,20 +49,6 @@ def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, memory: str,
     print(f"memory: {memory}")
     used = f"compile {hardware.compile}, kernels {hardware.kernels}".lower()
     print(f"device {hardware.device}, precision {hardware.precision}, {used}")
-
-
-def layers(pe: Mapping[str, Any], n_layer: int) -> str:
-    """The encodings of the layers, the first layer's first: "rope (window 64) x3, nope x1"."""
-    parts = position.parts(pe)
-    names = islice(cycle(pe.get("pattern", [""])), n_layer)  # the layers repeat the pattern
-    runs = []
-    for name, same in groupby(names):
-        text = str(parts[name]["name"])
-        window = parts[name].get("window")
-        if window:
-            text += f" (window {window})"
-        runs.append(f"{text} x{len(list(same))}")
-    return ", ".join(runs)
 
 
 def show(row: Mapping[str, Any], cfg: Config) -> None:

@@ -12,7 +12,6 @@ from model.gpt import GPT
 from model.size import n_parameters
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import check, resolve
-from ropewalk.training.console import layers
 
 REQUIRED = {"text": ["data.files=*.txt"], "hf": ["data.path=parquet"]}
 CHOICES = [(path.parent.name, path.stem) for path in sorted((ROOT / "conf").glob("*/*.yaml"))]
@@ -102,7 +101,6 @@ def test_parts_of_a_pattern_are_encodings():
     assert cfg.pe["local"] == alone.pe
     assert cfg.pe["local"]["original_len"] == 128  # null in the YAML: resolved like that of any encoding
     assert cfg.pe["global"] == resolve(train_values("pe=nope")).pe
-    assert layers(cfg.pe, 6) == "yarn (window 32) x3, nope x1, yarn (window 32) x2"
 
 
 def test_variants_are_resolved():

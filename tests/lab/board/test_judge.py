@@ -4,13 +4,15 @@ import multiprocessing
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from conf.schema import Config, parse
 from lab.board import trials
-from lab.board.judge import judge
+from lab.board.judge import at_level, judge
+from lab.board.rules import upper_bound
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import with_variants
-from ropewalk.evaluation.statistics import Sample
+from ropewalk.evaluation.statistics import Sample, estimate
 
 SHORT = 64
 LONG = 512
@@ -54,6 +56,25 @@ FOLDERS = 300
 
 def share_of_folders(holds, **options):
     return np.mean([holds(words_of(seed, **options)) for seed in range(FOLDERS)])
+
+
+@pytest.mark.parametrize("seeds", [3, 5])
+def test_corrected_intervals_leave_the_truth_out_as_rarely_as_they_say(seeds):
+    """Of differences as were measured between texts, seeds and within texts. An interval at 0.05 stays as it is."""
+    rng = np.random.default_rng(1)
+    draws = 2000
+    estimates = []
+    for _ in range(draws):
+        of_seeds = rng.normal(0, 0.015, (seeds, 1))
+        of_texts = rng.normal(0, 0.09, 128)
+        within = rng.normal(0, 0.145, (seeds, 128))
+        values = of_seeds + of_texts + within
+        estimates.append(estimate(Sample(values, np.ones(128))))
+    for level in (0.012, 0.0053, 0.0013):  # of the second, third and sixth try of a folder
+        separated = sum(at_level(e, level).separated for e in estimates)
+        assert separated <= draws * level + 2 * np.sqrt(draws * level)
+
+    assert at_level(estimates[0], 0.05) == pytest.approx(estimates[0], nan_ok=True)
 
 
 def test_of_equal_encodings_few_folders_name_a_better_one_by_any_measure_at_any_time():
@@ -136,3 +157,13 @@ def test_tries_that_begin_at_once_wait_for_each_other_and_get_numbers_of_their_o
     numbers = [begin(tmp_path, cfg, name)[1] for name in names]
 
     assert sorted(numbers) == [1, 2, 3, 4]
+
+
+def test_intervals_and_bounds_of_one_seed_are_student_s_over_texts():
+    values = np.random.default_rng(0).normal(2, 1, 30)
+    of_texts = estimate(Sample(values[None], np.ones(30)))
+    student = stats.t(29, values.mean(), stats.sem(values))
+
+    corrected = at_level(of_texts, 0.001)
+    assert (corrected.low, corrected.high) == pytest.approx(student.interval(0.999))
+    assert upper_bound(of_texts) == pytest.approx(student.ppf(0.95))
