@@ -12,7 +12,8 @@ from model.cache import Cache
 from model.gpt import GPT
 from ropewalk.hf import export, read_model
 
-TOKENS, VOCAB = 32, 61  # original length; vocabulary
+TOKENS = 32  # original length
+VOCAB = 61
 SIZES = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 SIZES |= dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
 SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=TOKENS)
@@ -33,8 +34,8 @@ def hf_model(kind: str, **options):
 def network(pretrained) -> GPT:
     """Our network with the weights of a model of transformers."""
     said = pretrained.describe()
-    sizes = {key: said[key] for key in ("vocab_size", "train_len")}
-    net = GPT(GPTConfig(**said["model"]), said["pe"], **sizes)
+    cfg = GPTConfig(**said["model"])
+    net = GPT(cfg, said["pe"], vocab_size=said["vocab_size"], train_len=said["train_len"])
     net.load_state_dict(pretrained.state_dict())
     return net.eval()
 
@@ -56,7 +57,8 @@ def edit(folder: Path, **changes) -> None:
     """Change keys of config.json; `...` removes one."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    kept = {key: value for key, value in config.items() if value is not ...}
+    path.write_text(json.dumps(kept))
 
 
 @torch.no_grad()
@@ -65,13 +67,14 @@ def assert_same_logits(net, model, length: int, encodings=None) -> None:
     idx = tokens(length)
     theirs = model(idx).logits
     assert theirs.std() > 0.3
-    torch.testing.assert_close(net(idx, encodings=encodings)[..., :VOCAB], theirs, rtol=1e-5, atol=1e-5)
-    if type(net.encodings[0]).__name__ not in ("DynamicNTK", "LongRope"):
-        cache = Cache()
-        pieces = []
-        for piece in idx.split(length - 3, dim=1):
-            pieces.append(net(piece, encodings=encodings, cache=cache)[..., :VOCAB])
-        torch.testing.assert_close(torch.cat(pieces, 1), theirs, rtol=1e-5, atol=1e-5)
+    ours = net(idx, encodings=encodings)[..., :VOCAB]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    if type(net.encodings[0]).__name__ in ("DynamicNTK", "LongRope"):
+        return
+    cache = Cache()
+    pieces = [net(piece, encodings=encodings, cache=cache) for piece in idx.split(length - 3, dim=1)]
+    in_pieces = torch.cat(pieces, 1)[..., :VOCAB]
+    torch.testing.assert_close(in_pieces, theirs, rtol=1e-5, atol=1e-5)
 
 
 def assert_both_ways(model, folder: Path, lengths=(TOKENS - 1, 2 * TOKENS)) -> None:
@@ -85,4 +88,5 @@ def assert_both_ways(model, folder: Path, lengths=(TOKENS - 1, 2 * TOKENS)) -> N
         assert_same_logits(net, ours, length)
         assert_same_logits(again, model, length)
     assert again.cfg == net.cfg
-    assert all(torch.equal(again.state_dict()[name], value) for name, value in net.state_dict().items())
+    weights = again.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in net.state_dict().items())

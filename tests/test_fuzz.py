@@ -6,8 +6,10 @@ Nothing outside of the run is read or written through it, and no command passes 
 import functools
 import gzip
 import json
+import math
 import operator
 import os
+import random
 import shutil
 from functools import partial
 from pathlib import Path
@@ -16,13 +18,12 @@ import pytest
 import torch
 import yaml
 from conftest import REPORT, ROOT, snapshot
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 import ropewalk
 import train as program
 from conf.schema import Config, flatten
-from ropewalk.app import ending
 from ropewalk.app.init_from import train_values
 from ropewalk.report import frame, page
 from ropewalk.training.hardware import check_memory
@@ -31,7 +32,14 @@ from scripts import evaluate, export, report, sample
 # What each command needs of a run: without it there is no result.
 NEEDS = {
     "train": {"config.yaml", "training.json"},  # it only prints
-    "longer": {"config.yaml", "training.json", "environment.json", "data.json", "metrics.jsonl"},
+    "longer": {
+        "config.yaml",
+        "training.json",
+        "environment.json",
+        "data.json",
+        "metrics.jsonl",
+        "checkpoints/step=2.ckpt",
+    },
     "evaluate": {"config.yaml", "data.json", "environment.json", "model.json", "model.safetensors"},
     "sample": {"config.yaml", "data.json", "model.json", "model.safetensors"},
     "export": {"config.yaml", "model.json", "model.safetensors"},
@@ -39,13 +47,19 @@ NEEDS = {
 }
 # Files whose numbers are results: whatever else they say is told from what was written.
 FIGURES = ("training.json", "metrics.jsonl", "model.json", "model.safetensors")
-VALUES = [..., None, True, -1, 0, 1e308, "", "x", "[/b]", "\x1b[31m", [], [[]], {}, {"a": 1}, 10**30]
+VALUES = [
+    None, True, -1, 0, 1e308, 10**30,
+    "", "x", "[/b]", "\x1b[31m",
+    [], [[]], {}, {"a": 1},
+    ...,
+]  # fmt: skip
 
 
 def fuzz(cases):
     """A test of `cases` random generators, always the same ones; ROPEWALK_FUZZ=500 tries so many."""
     number = int(os.environ.get("ROPEWALK_FUZZ", cases))
-    own = settings(max_examples=number, suppress_health_check=list(HealthCheck))
+    # A generator of random numbers cannot be made simpler.
+    own = settings(max_examples=number, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     generators = st.randoms(use_true_random=True)
     return lambda test: own(given(rng=generators)(test))
 
@@ -90,20 +104,15 @@ def truncate(content, rng):
 
 
 def flip(content, rng):
-    """Another bit."""
-    damaged = bytearray(content)
+    """Another bit; in a text often the lowest one of a digit, which makes it another digit."""
     place = rng.randrange(len(content))
-    damaged[place] ^= 1 << rng.randrange(8)
-    return bytes(damaged)
-
-
-def digit(content, rng):
-    """Another digit somewhere in a text."""
+    bit = rng.randrange(8)
+    digits = [i for i, byte in enumerate(content) if byte in b"0123456789"]
+    if content.isascii() and rng.random() < 0.5:
+        place = rng.choice(digits)
+        bit = 0
     damaged = bytearray(content)
-    places = [i for i, byte in enumerate(content) if byte in b"0123456789"]
-    place = rng.choice(places)
-    old = content[place : place + 1]
-    damaged[place] = rng.choice(b"0123456789".replace(old, b""))
+    damaged[place] ^= 1 << bit
     return bytes(damaged)
 
 
@@ -112,14 +121,14 @@ def mutate(file, rng, outside):
     content = file.read_bytes()
     kinds = [truncate, flip, "delete", "pipe", "folder", "link"]
     if file.suffix in (".json", ".jsonl", ".yaml"):
-        kinds += [digit, retype]
+        kinds += [flip, retype]
     how = rng.choice(kinds)
     file.unlink()
     if how == "pipe":
         os.mkfifo(file)
     elif how == "folder":
         file.mkdir()
-    elif how == "link":
+    elif how == "link":  # to the same content
         (outside / file.name).write_bytes(content)
         file.symlink_to(outside / file.name)
     elif how != "delete":
@@ -131,9 +140,8 @@ SHORT = ("eval.lengths=[1,2]", "eval.variants=[]", "eval.sequences=2")
 
 
 @pytest.fixture
-def commands(train, script, monkeypatch):
+def commands(train, script):
     """Each command on the run "whole"; beside it lies another one, "beside"."""
-    monkeypatch.setattr(ending, "page", page)  # it reads results at the end of a run
     assert train(*SHORT, "trainer.max_steps=2", "name=beside", "seed=1").code == 0
     again = partial(train, *SHORT, "name=whole")
     assert again("trainer.max_steps=2").code == 0
@@ -155,6 +163,31 @@ def commands(train, script, monkeypatch):
 def undamaged(commands, train, tmp_path):
     """A copy of the run, as it was before any damage."""
     return shutil.copytree(train.runs / "whole", tmp_path / "undamaged")
+
+
+@pytest.mark.parametrize("damage", ["lost", "changed"])
+def test_what_a_command_needs_is_missed(commands, undamaged, train, damage):
+    """And nothing is written, so that the run can still be mended."""
+    run = train.runs / "whole"
+    needs = [(command, name) for command in NEEDS for name in sorted(NEEDS[command])]
+    needs.remove(("train", "training.json"))  # without it the run is unfinished, and is trained
+    for command, name in needs:
+        shutil.rmtree(run)
+        shutil.copytree(undamaged, run)
+        file = run / name
+        if damage == "lost":
+            file.unlink()
+        elif name in FIGURES:
+            file.write_bytes(flip(file.read_bytes(), random.Random(0)))
+        else:
+            continue
+        before = snapshot(run)
+
+        outcome = commands[command]()
+
+        assert outcome.code == 2, (command, name)
+        assert "error:" in outcome.err
+        assert snapshot(run) == before, (command, name)
 
 
 @fuzz(25)
@@ -188,7 +221,7 @@ def test_mutations(commands, undamaged, train, tmp_path, rng):
         assert "beside" in (tmp_path / "page").read_text()
     elif outcome.code == 2:
         assert "error:" in outcome.err
-    elif how in (flip, digit):
+    elif how == flip:
         assert not (is_needed and name in FIGURES)
     elif how != retype and (how, name) != ("delete", "training.json"):
         # Deleting the latter makes the run unfinished.
@@ -208,7 +241,7 @@ def rows(straight, tmp_path, monkeypatch):
 @fuzz(20)
 def test_archives(rows, script, tmp_path, rng):
     """Whatever somebody else's file of results holds, there is a report on the other runs."""
-    damage = rng.choice([retype, retype, retype, digit, flip, truncate])
+    damage = rng.choice([retype, retype, flip, truncate])
     kind = rng.choice(["html", "csv", "md"])
     note(f"{kind} after {damage}")
     theirs = tmp_path / "theirs.jsonl.gz"
@@ -322,8 +355,13 @@ def test_any_option_of_any_value_is_an_error_or_a_run(quick, tmp_path, monkeypat
         assert not list(here.iterdir())
 
 
-OTHERS = [None, True, -1, 0, 0.5, 3, 2**70, float("nan"), float("inf"), "", "x", "rope", "../up", "\0", b"x"]
-OTHERS += [[], [1], {}, {"name": "rope"}, Path("/dev/null"), object(), torch.zeros(2), torch.device("meta")]
+OTHERS = [
+    None, True, -1, 0, 0.5, 3, 2**70, math.nan, math.inf,
+    "", "x", "rope", "../up", "\0", b"x",
+    [], [1], {}, {"name": "rope"},
+    Path("/dev/null"), object(), torch.zeros(2), torch.device("meta"),
+]  # fmt: skip
+DTYPES = [torch.float32] * 20 + [torch.int64, torch.bfloat16, torch.complex64]
 
 
 def odd(rng, *right):
@@ -336,15 +374,15 @@ def odd_tensor(rng, *sizes):
     sizes = [rng.choice([size] * 20 + [0, 1, size + 1]) for size in sizes]
     if rng.random() < 0.03:
         sizes.append(3)
-    dtype = rng.choice([torch.float32] * 20 + [torch.int64, torch.bfloat16, torch.complex64])
     device = rng.choice(["cpu"] * 20 + ["meta"])
-    return torch.zeros(sizes, device=device).to(dtype)
+    return torch.zeros(sizes, device=device).to(rng.choice(DTYPES))
 
 
 def attend(rng):
     """Build an encoding, and let it attend."""
     name = rng.choice(ropewalk.encodings())
-    options = rng.choice([{}, {"scale": odd(rng, 2.0)}, {"base": odd(rng, 500.0)}, {"window": odd(rng, 4)}])
+    key, value = rng.choice([("scale", 2.0), ("base", 500.0), ("window", 4)])
+    options = rng.choice([{}, {key: odd(rng, value)}])
     sizes = {
         "n_head": odd(rng, 2),
         "n_kv_head": odd(rng, None, 1),
