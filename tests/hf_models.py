@@ -15,9 +15,22 @@ from ropewalk.hf import export, read_model
 TOKENS = 32  # original length
 VOCAB = 61
 SIZES = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-SIZES |= dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=TOKENS)
-GPT2 = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=2 * TOKENS)
+SIZES |= dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=TOKENS,
+)
+GPT2 = dict(
+    vocab_size=VOCAB,
+    n_embd=32,
+    n_layer=2,
+    n_head=4,
+    n_positions=2 * TOKENS,
+)
 
 
 def hf_model(kind: str, **options):

@@ -37,7 +37,15 @@ SWAPS = {
 SWAPS |= {new: old for old, new in SWAPS.items()}
 SWAPS |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult}
 # Messages and types: their wording is held by no test.
-SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom, ast.arg, ast.AnnAssign)
+SKIPPED = (
+    ast.Raise,
+    ast.Assert,
+    ast.JoinedStr,
+    ast.Import,
+    ast.ImportFrom,
+    ast.arg,
+    ast.AnnAssign,
+)
 HEAVY = ("torch", "lightning.fabric", "transformers", "datasets", "pandas", "scipy.stats", "hypothesis", "hydra")
 SECONDS = 600  # after which tests count as failed
 MEMORY = 2**33  # bytes: a change may ask for any number of them
@@ -108,9 +116,12 @@ def report(folder: str, seed: int, number: int) -> None:
         file.write_text(ast.unparse(ast.fix_missing_locations(tree)))
         if passes(f"tests/{folder}"):
             missed += 1
-            print(f"{file}:{getattr(node, 'lineno', 0)}: {before[:100]!r} -> {ast.unparse(node)[:100]!r}")
+            line = getattr(node, "lineno", 0)
+            after = ast.unparse(node)
+            print(f"{file}:{line}: {before[:100]!r} -> {after[:100]!r}")
         file.write_text(original)
-    print(f"{folder}: {len(drawn) - missed} of {len(drawn)} changes noticed with seed {seed}", flush=True)
+    noticed = len(drawn) - missed
+    print(f"{folder}: {noticed} of {len(drawn)} changes noticed with seed {seed}", flush=True)
 
 
 def main() -> None:

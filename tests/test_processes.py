@@ -22,12 +22,17 @@ COMMON = ("trainer.precision=32", "trainer.grad_accum_steps=2", "trainer.log_eve
 TEXT = ("pe=cope", *COMMON, "stages=[{steps: 3, train_len: 8, pe: {scaling: code}}]")
 TASK = ("pe=rope", "data=flip_flop", *COMMON)
 FSDP = ("trainer=fsdp", *TEXT)
-REPLICAS = (*FSDP, "trainer.replicas=2")
-SHARED = ("trainer.context_parallel=2", *TEXT)
-ENCODINGS = ("rope", "fox_rope", "path", "gemma3", "dca")
-SHARED_BY_ALL = [("trainer=fsdp", "trainer.context_parallel=2", f"pe={pe}", *COMMON) for pe in ENCODINGS]
-QUICK = [TEXT, TASK, FSDP, SHARED]
-BY_NIGHT = [pytest.param(options, marks=pytest.mark.slow) for options in (REPLICAS, *SHARED_BY_ALL)]
+KINDS = {
+    "text": TEXT,
+    "task": TASK,
+    "fsdp": FSDP,
+    "shared texts": ("trainer.context_parallel=2", *TEXT),
+}
+QUICK = [*KINDS]
+KINDS["replicas"] = (*FSDP, "trainer.replicas=2")
+for pe in ("rope", "fox_rope", "path", "gemma3", "dca"):
+    KINDS[f"shared texts, {pe}"] = ("trainer=fsdp", "trainer.context_parallel=2", f"pe={pe}", *COMMON)
+BY_NIGHT = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in QUICK]
 OF_SEVERAL = ("trainer=fsdp", "trainer.replicas=2", "trainer.context_parallel=2")
 
 
@@ -78,9 +83,10 @@ def assert_same_numbers(one, other, tolerance=1e-6):
         assert numbers[key] == value, key
 
 
-@pytest.mark.parametrize("options", QUICK + BY_NIGHT)
-def test_two_processes_are_one(pair, straight, options):
+@pytest.mark.parametrize("kind", QUICK + BY_NIGHT)
+def test_two_processes_are_one(pair, straight, kind):
     """The same numbers; the weights are in one file, and in the checkpoint, under the names of the plain network."""
+    options = KINDS[kind]
     two = pair(*options)
     of_one = [option for option in options if option not in OF_SEVERAL]
     one = straight(*of_one)
@@ -118,10 +124,10 @@ def test_each_scored_token_weighs_the_same(train, straight, portions):
     assert row == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("options", [TEXT, FSDP, *BY_NIGHT])
-def test_killed_and_resumed(train, pair, job, options):
+@pytest.mark.parametrize("kind", ["text", "fsdp", *BY_NIGHT])
+def test_killed_and_resumed(train, pair, job, kind):
     """All processes in mid-accumulation, then one of them, which ends the other."""
-    options = (*options, "model.dropout=0.1")
+    options = (*KINDS[kind], "model.dropout=0.1")
     codes, _ = job([On(STEP, 6, kill)] * 2, *options, "name=killed")
     assert codes == [-signal.SIGKILL] * 2
 

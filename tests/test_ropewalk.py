@@ -43,8 +43,6 @@ def test_a_run_is_read_by_another_encoding(run):
     assert not torch.allclose(rope.logits(long), yarn.logits(long), atol=1e-3)
     with pytest.raises(ValueError, match=r"scales.*scale"):
         ropewalk.load(run, pe="yarn", scales=8.0)
-    with pytest.raises(ValueError, match="cannot read weights trained with rope"):
-        ropewalk.load(run, pe="alibi")
 
 
 def test_a_table_of_runs_has_the_values_of_their_evaluations(run, tmp_path):
@@ -60,7 +58,8 @@ def test_a_table_of_runs_has_the_values_of_their_evaluations(run, tmp_path):
     (as_trained,) = [e for e in evaluations if not e.variant.zero_shot]
     for m in as_trained.measured:
         bits = sum(m.nats) / math.log(2)
-        assert own.value[m.length] == pytest.approx(bits / sum(m.bytes))
+        per_byte = bits / sum(m.bytes)
+        assert own.value[m.length] == pytest.approx(per_byte)
     assert own.low[64] < own.value[64] < own.high[64]
 
     assert list(ropewalk.runs(tmp_path)) == list(table)
