@@ -197,16 +197,23 @@ def test_init_partial_names_the_weights_that_are_new(straight, extend):
     assert_same_weights(child, base)
 
 
-def test_an_extension_begins_where_the_base_model_ended(straight, extend, refused):
-    """With its weights, options and loss; AdamW, whose averages hardly change here, counts its steps on."""
-    base = straight("pe=cope", "pe.npos_max=20")
-    child, _ = extend(base, "init_optimizer=true", "optim.beta1=0.999999999", "optim.beta2=0.999999999")
-    assert read_config(child)["pe"]["npos_max"] == 20
+COPE = ("pe=cope", "pe.npos_max=20")
+
+
+def test_an_extension_begins_where_the_base_model_ended(straight, extend):
+    base = straight(*COPE)
+    child, _ = extend(base)
+    assert read_config(child)["pe"]["npos_max"] == 20  # inherited with the encoding
     assert_same_weights(child, base)
 
     loss = rows_of(base)[-1]["val/loss"]
     assert rows_of(child)[-1]["val/loss"] == pytest.approx(loss, rel=1e-6)
 
+
+def test_the_optimizer_goes_on(straight, extend, refused):
+    """Where AdamW's averages hardly change in a step, they are those of the first run, and it counts its steps."""
+    base = straight(*COPE)
+    child, _ = extend(base, "init_optimizer=true", "optim.beta1=0.999999999", "optim.beta2=0.999999999")
     before = torch.load(base / "checkpoints" / "step=6.ckpt")["optimizer"]
     after = torch.load(child / "checkpoints" / "step=1.ckpt")["optimizer"]
     for name, value in before.items():
