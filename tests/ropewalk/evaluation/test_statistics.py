@@ -14,7 +14,6 @@ from ropewalk.evaluation.statistics import (
     difference,
     estimate,
     holm,
-    of_learned,
     over_seeds,
     p_value,
     share,
@@ -214,11 +213,6 @@ def test_a_winner_that_is_ahead_is_named(encodings, ahead, least):
     levels = [-ahead] + [0.0] * (encodings - 1)
     named = [tied_with_best(draw(rng, 10, levels)) == (0, set()) for _ in range(150)]
     assert np.mean(named) >= least
-
-
-def test_medians_are_over_the_seeds_that_learned():
-    assert of_learned({0: 1.0, 1: 50.0, 2: 3.0}, {0, 2}) == (2.0, 2, 3)
-    assert of_learned({0: 40.0, 1: 50.0, 2: 60.0}, set()) == (50.0, 0, 3)
 
 
 @pytest.mark.parametrize(("documents", "low", "high"), [(None, 0.5, 0.8), (list("abcdefghijklmnop") * 4, 0.92, 0.98)])

@@ -22,7 +22,7 @@ def mesh(tmp_path):
 
 
 BF16 = Hardware.resolve(accelerator="cpu", precision="bf16-mixed")
-FP32 = Hardware.resolve(accelerator="cpu", precision=32)
+FP32 = Hardware.resolve(accelerator="cpu", precision="32-true")
 
 
 def copies_of_weights(net, tensors):
