@@ -114,6 +114,20 @@ def test_processes_that_slurm_starts_are_the_same_run(train, job, pair):
     assert differences(train.runs / "slurm", pair(*TEXT)) == []
 
 
+def small_batches() -> None:
+    """Evaluate two sequences at a time."""
+    from ropewalk.evaluation import scoring
+
+    scoring.BATCH_TOKENS = {"cpu": 32}
+
+
+def test_of_three_batches_of_an_evaluation_one_process_has_two(train, job, straight):
+    options = ("pe=rope", "data=flip_flop", "trainer.max_steps=1", "eval.sequences=5")
+    codes, said = job([small_batches] * 2, *options, "name=two")
+    assert codes == [0, 0], said
+    assert_same_numbers(straight(*options), train.runs / "two")
+
+
 @pytest.mark.parametrize("portions", [2, 4])
 def test_each_scored_token_weighs_the_same(train, straight, portions):
     """However many of them are in each portion of a batch."""
