@@ -261,7 +261,7 @@ class Training:
 
         Returns:
             [loss x share of scored targets, share], means over micro-batches and ranks; and the gradient's norm before
-            clipping. If that is not finite, the step changes no weight.
+            clipping, which `check_finite` looks at before anything is saved.
         """
         cfg = self.cfg
         n = cfg.trainer.grad_accum_steps
@@ -278,8 +278,6 @@ class Training:
         # The gradient so far is that of the mean of loss x share. Dividing by the mean share makes it that of the mean
         # loss over all scored targets.
         norm = clip_gradients(self.ranks.model, n * self.ranks.size / totals[1], cfg.optim.grad_clip)
-        # Fused AdamW skips the step where found_inf is 1, as under a GradScaler, without the CPU waiting for the norm.
-        self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
         return totals / (n * self.ranks.size), norm

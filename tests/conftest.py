@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import settings
 from omegaconf import OmegaConf
-from process_helpers import NO_PAGE
 from triton_interpreter import prepare_once
 
 from conf.schema import GPTConfig
@@ -201,17 +200,16 @@ def write_knots(folder: Path) -> Path:
 def train(tmp_path, monkeypatch, capfd):
     """`train("pe=rope", ...)` runs the command line of train.py on a small corpus and model, within this process."""
     monkeypatch.setattr(page, "html", lambda *_: "")  # it takes as long as all else: REPORT, where it matters
-    monkeypatch.setattr("ropewalk.app.ending.page", NO_PAGE)
     corpus = write_knots(tmp_path / "corpus")
     own = [f"runs_dir={tmp_path / 'runs'}", f"data.files={corpus}/*.txt", f"data.cache_dir={tmp_path / 'cache'}"]
-    small = dict(option.split("=") for option in own + SMALL)
 
     def complete(*arguments: str) -> list[str]:
-        mine = {argument.split("=")[0] for argument in arguments}
-        groups = {"init_from": "model.", "data": "data."}  # a key -> what it makes void
-        void = tuple(prefix for key, prefix in groups.items() if key in mine)
-        given = [f"{k}={v}" for k, v in small.items() if k not in mine and not k.startswith(void)]
-        return sorted([*given, *arguments], key=lambda argument: not argument.startswith("-"))  # flags come first
+        given = {argument.split("=")[0] for argument in arguments}
+        decides = {"init_from": "model.", "data": "data."}
+        decided = tuple(decides[key] for key in decides.keys() & given)
+        defaults = [option for option in own + SMALL if not option.startswith(decided)]
+        defaults = [option for option in defaults if option.split("=")[0] not in given]
+        return sorted([*defaults, *arguments], key=lambda argument: not argument.startswith("-"))  # flags come first
 
     def run(*arguments: str) -> Outcome:
         import train as program
@@ -237,7 +235,8 @@ def straight(train, finished, tmp_path_factory):
     def run(*options: str) -> Path:
         if options not in finished:
             assert train(*options, "name=straight").code == 0
-            finished[options] = (train.runs / "straight").rename(tmp_path_factory.mktemp("straight") / "run")
+            folder = tmp_path_factory.mktemp("straight")
+            finished[options] = (train.runs / "straight").rename(folder / "run")
         return finished[options]
 
     return run
@@ -262,6 +261,10 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
 
 def rows_of(run_dir: Path) -> list[dict]:
     """The rows of metrics.jsonl, without what a clock measured."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    measured = ("seconds", "tokens_per_s", "utilisation", "checksum")
-    return [{key: value for key, value in row.items() if key not in measured} for row in rows]
+    rows = []
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        for measured in ("seconds", "tokens_per_s", "utilisation", "checksum"):
+            row.pop(measured, None)
+        rows.append(row)
+    return rows

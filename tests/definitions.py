@@ -12,13 +12,16 @@ KV = 2  # heads of keys and values
 D = 16  # channels of a head
 DIM = 64
 T = 150  # tokens: more than one block of queries, and beyond T5's last bucket
-DISTANCE = torch.arange(T)[:, None] - torch.arange(T)  # [query, key]
+PLACE = torch.arange(T)
+DISTANCE = PLACE[:, None] - PLACE  # [query, key]
 PAST = DISTANCE.clamp(min=0)
 
 
 def inputs():
     """q, k, v and the layer's input x."""
-    return variables((B, H, T, D), (B, KV, T, D), (B, KV, T, D), (B, T, DIM))
+    of_queries = (B, H, T, D)
+    of_keys = (B, KV, T, D)
+    return variables(of_queries, of_keys, of_keys, (B, T, DIM))
 
 
 def heads(x):
@@ -60,6 +63,8 @@ def assert_is_defined_by(scores_of, pe, tensors=None, tol=1e-10):
     is_hidden = (DISTANCE < 0) | ((pe.window or T) <= DISTANCE)
     scores = scores_of(pe, q, heads(k), heads(v), x)
     expected = scores.masked_fill(is_hidden, -torch.inf).softmax(-1) @ heads(v)
+    differentiable = [q, k, v, x, *pe.parameters()]
     for newest in (T, 20):
-        out = attend(pe, q[:, :, -newest:], k, v, x)
-        assert_same(out, expected[:, :, -newest:], [q, k, v, x, *pe.parameters()], tol)
+        queries = q[:, :, -newest:]
+        out = attend(pe, queries, k, v, x)
+        assert_same(out, expected[:, :, -newest:], differentiable, tol)

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 from importlib import import_module
-from itertools import zip_longest
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -18,9 +18,9 @@ from ropewalk.app.cli import composed, plain
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import check
 
-RESULTS = ["README.md", "docs/gain.svg", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/log/*.md"))]
-RESULTS += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/results/*"))
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/log/*.md"))]
+LOG = sorted(ROOT.glob("docs/log/*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *LOG]
+RESULTS = [ROOT / "README.md", ROOT / "docs/gain.svg", *LOG, *ROOT.glob("docs/results/*")]
 # Commands that are not checked here, by how they begin, and why.
 NOT_CHECKED = {
     "python -m": "runs the tests or what they test",
@@ -35,26 +35,29 @@ NOT_CHECKED = {
     "pip": "installs",
     "lm_eval": "another program",
 }
-LAUNCHERS = ("srun", "torchrun")
-# Stand-ins for what a reader fills in, and what a command needs that only another command makes.
-PLACEHOLDERS = {"pe=NAME": "pe=alibi"}
+# What a command needs that only another command makes.
 NEEDS_A_RUN = ("init_from=", "init_optimizer=", "init_partial=")
+# What is no override: flags, a line that goes on, and "and so on".
+NO_OVERRIDES = ("-m", "\\", "--cfg", "job", "...")
+FENCED = re.compile(r"^```(?:sh|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?<=\n\n)    (?:python|pip|bash|make) .*\n(?:    .*\n)*")
 # Makes bash write down what it would call.
 RECORD = r"""exec 3>&1 >/dev/null; command_not_found_handle() { printf '%s\n' "$@" '' >&3; }; PATH=/nowhere; """
+
+
+def without_code(text):
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def anchors(page):
     """The anchors of a page, as GitHub makes them of its headings."""
     found = []
     for heading in re.findall(r"^#+ (.*)$", without_code(page.read_text()), re.MULTILINE):
-        anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        words = re.sub(r"[^\w\- ]", "", heading.lower())
+        anchor = words.replace(" ", "-")
         again = found.count(anchor)
         found.append(f"{anchor}-{again}" if again else anchor)
     return found
-
-
-def without_code(text):
-    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -70,33 +73,31 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(place), f"{page.name}: {file}#{anchor}"
 
 
-def commands():
-    """The commands in the pages' blocks of code and in scripts, as the shell would call them: {command: arguments}."""
-    found = {}
-    for page in PAGES:
-        for fenced, indented in re.findall(
-            r"^```(?:sh|bash)\n(.*?)^```$|((?:^    [^\n]*\n)+)", page.read_text(), re.MULTILINE | re.DOTALL
-        ):
-            if indented and not re.match(r"    (python|pip|bash|make) ", indented):
-                continue
-            for arguments in said(fenced or indented):
-                found[" ".join(arguments)] = arguments
-    for script in ROOT.glob("docs/log/*.sh"):
-        # Most of their commands differ only in values.
-        kinds = {}
-        for arguments in said(script.read_text()):
-            kinds[tuple(argument.partition("=")[0] for argument in arguments)] = arguments
-        found |= {" ".join(arguments): arguments for arguments in kinds.values()}
-    return found
-
-
 def said(block):
-    """The commands that bash calls for a block of code, none of which is run."""
+    """The commands that bash calls for a block of code, none of which is run: the words of each."""
     block = block.replace(". .venv/bin/activate", ":")
     shell = ["/bin/bash", "-c", RECORD + block]
     with TemporaryDirectory() as folder:
         output = subprocess.run(shell, cwd=folder, capture_output=True, text=True, check=False).stdout
-    return [lines.split("\n") for lines in output.removesuffix("\n\n").split("\n\n") if lines]
+    commands = output.removesuffix("\n\n").split("\n\n")
+    return [command.split("\n") for command in commands if command]
+
+
+def all_commands():
+    """The commands in the pages' blocks of code and in scripts, as the shell would call them: {command: its words}."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for block in FENCED.findall(text) + INDENTED.findall(text):
+            found += said(block)
+    for script in ROOT.glob("docs/log/*.sh"):
+        # Most of their commands differ only in values.
+        kinds = {}
+        for words in said(script.read_text()):
+            keys = tuple(word.partition("=")[0] for word in words)
+            kinds[keys] = words
+        found += kinds.values()
+    return {" ".join(words): words for words in found}
 
 
 def single_jobs(overrides):
@@ -108,49 +109,50 @@ def single_jobs(overrides):
             key = override.input_line.partition("=")[0]
             values = [f"{key}={value}" for value in override.sweep_string_iterator()]
         choices.append(values)
-    firsts = [values[0] for values in choices]
-    for job in zip_longest(*choices):
-        yield [value or first for value, first in zip(job, firsts, strict=True)]
+    longest = max(map(len, choices), default=1)
+    for number in range(longest):
+        yield [values[number] if number < len(values) else values[0] for values in choices]
 
 
-COMMANDS = commands()
+def check_job(program, overrides):
+    """Compose what a program gets, and make the checks that come before any work."""
+    if program == "train":
+        from_scratch = [override for override in overrides if not override.startswith(NEEDS_A_RUN)]
+        check(train_values(*from_scratch))
+        return
+    module = import_module(f"scripts.{program}")
+    with composed(program, *overrides) as config:
+        values = plain(config)
+        if program == "judge":  # its other keys are those of train.py
+            own = {key: values[key] for key in module.Arguments.model_fields}
+            module.configurations(parse(module.Arguments, own))
+        else:
+            parse(module.main.schema, values)
+
+
+COMMANDS = all_commands()
 
 
 def test_a_list_of_commands_that_are_not_checked_has_no_more_than_there_are():
-    assert [start for start in NOT_CHECKED if not any(command.startswith(start) for command in COMMANDS)] == []
+    for start in NOT_CHECKED:
+        assert any(command.startswith(start) for command in COMMANDS), start
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_valid(command):
-    """Every command composes, and its configuration passes the checks that come before any work."""
-    program, *arguments = COMMANDS[command]
-    if program in LAUNCHERS:
-        program, *arguments = arguments[next(i for i, a in enumerate(arguments) if not a.startswith("-")) :]
-        program, arguments = ("python", [program, *arguments]) if program.endswith(".py") else (program, arguments)
     if command.startswith(tuple(NOT_CHECKED)):
         return
-    assert program == "python", f"{command} is neither checked nor listed"
-    script, *arguments = arguments
-    flags = ("-m", "\\", "--cfg", "job")
-    given = [PLACEHOLDERS.get(a, a) for a in arguments if a not in flags and not a.startswith("hydra")]
-    given = [a.replace("NAME", "alibi") for a in given if a != "..."]
-    for overrides in single_jobs(given):
-        if script == "train.py":
-            from_scratch = [a for a in overrides if not a.startswith(NEEDS_A_RUN)]
-            check(train_values(*from_scratch))
-            continue
-        name = script.removeprefix("scripts/").removesuffix(".py")
-        module = import_module(f"scripts.{name}")
-        if name == "judge":  # its other keys are those of train.py
-            with composed(name, *overrides) as config:
-                values = plain(config)
-                module.configurations(
-                    parse(module.Arguments, {key: values[key] for key in module.Arguments.model_fields})
-                )
-            continue
-        with composed(name, *overrides) as config:
-            parse(module.main.schema, plain(config))
+    words = COMMANDS[command]
+    files = [place for place, word in enumerate(words) if word.endswith(".py")]
+    assert files, f"{command} is neither checked nor listed"
+    program, *arguments = words[files[0] :]  # after python, or a launcher and its options
+    overrides = []
+    for argument in arguments:
+        if argument not in NO_OVERRIDES and not argument.startswith("hydra"):
+            overrides.append(argument.replace("NAME", "alibi"))
+    for job in single_jobs(overrides):
+        check_job(Path(program).stem, job)
 
 
 @pytest.mark.long
@@ -158,24 +160,29 @@ def test_tables_and_picture_follow_from_the_results(tmp_path):
     spec = importlib.util.spec_from_file_location("docs_results", ROOT / "docs/results.py")
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    for name in RESULTS:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
+    for path in RESULTS:
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+        if path.suffix == ".md":  # without its tables
+            text = re.sub("(-- made by .*? -->).*?(?=<!-- end)", r"\1\n", copy.read_text(), flags=re.DOTALL)
+            copy.write_text(text)
     (tmp_path / "docs/gain.svg").unlink()
-    for page in [name for name in RESULTS if name.endswith(".md")]:
-        text = (tmp_path / page).read_text()
-        (tmp_path / page).write_text(re.sub("(-- made by .*? -->).*?(?=<!-- end)", r"\1\n", text, flags=re.DOTALL))
+
     program.main([], tmp_path)
-    for name in RESULTS:
-        assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes(), f"run python docs/results.py: {name}"
+
+    for path in RESULTS:
+        copy = tmp_path / path.relative_to(ROOT)
+        assert copy.read_bytes() == path.read_bytes(), f"run python docs/results.py: {path.name}"
 
 
 @pytest.mark.slow
 def test_the_notebook_runs(monkeypatch):
     """In the folder it lies in; what it claims is asserted in its cells."""
     monkeypatch.chdir(ROOT / "docs")
+    notebook = json.loads((ROOT / "docs/tour.ipynb").read_text())
     names = {}
-    for cell in json.loads((ROOT / "docs/tour.ipynb").read_text())["cells"]:
+    for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
     assert list(names["table"].index) == ["best possible", "kerple", "rope"]

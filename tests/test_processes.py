@@ -1,6 +1,5 @@
 """Two processes train what one does, fail together, and go on from each other's checkpoints."""
 
-import re
 import signal
 import subprocess
 import sys
@@ -23,19 +22,18 @@ COMMON = ("trainer.precision=32", "trainer.grad_accum_steps=2", "trainer.log_eve
 TEXT = ("pe=cope", *COMMON, "stages=[{steps: 3, train_len: 8, pe: {scaling: code}}]")
 TASK = ("pe=rope", "data=flip_flop", *COMMON)
 FSDP = ("trainer=fsdp", *TEXT)
-REPLICAS = (*FSDP, "trainer.replicas=2")
-SHARED = ("trainer.context_parallel=2", *TEXT)
-SHARED_BY_ALL = {
-    f"shared texts, {pe}": ("trainer=fsdp", "trainer.context_parallel=2", f"pe={pe}", *COMMON)
-    for pe in ("rope", "fox_rope", "path", "gemma3", "dca")
+KINDS = {
+    "text": TEXT,
+    "task": TASK,
+    "fsdp": FSDP,
+    "shared texts": ("trainer.context_parallel=2", *TEXT),
 }
+QUICK = [*KINDS]
+KINDS["replicas"] = (*FSDP, "trainer.replicas=2")
+for pe in ("rope", "fox_rope", "path", "gemma3", "dca"):
+    KINDS[f"shared texts, {pe}"] = ("trainer=fsdp", "trainer.context_parallel=2", f"pe={pe}", *COMMON)
+BY_NIGHT = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in QUICK]
 OF_SEVERAL = ("trainer=fsdp", "trainer.replicas=2", "trainer.context_parallel=2")
-
-
-def kinds(quick: dict, slow: dict) -> list:
-    """Parameters of a test: options by name."""
-    marked = [pytest.param(options, id=name, marks=pytest.mark.slow) for name, options in slow.items()]
-    return [pytest.param(options, id=name) for name, options in quick.items()] + marked
 
 
 @pytest.fixture
@@ -43,9 +41,12 @@ def job(train, tmp_path):
     """`job([action or None for each process], *options)`: their exit codes, and what each said."""
 
     def run(actions, *options, **starter):
-        kind = () if any(option.startswith("trainer=") for option in options) else ("trainer=ddp",)
-        codes = together(train.complete(*kind, *options), tmp_path / "said", *actions, **starter)
-        return codes, [(tmp_path / "said" / str(rank)).read_text() for rank in range(len(actions))]
+        if not any(option.startswith("trainer=") for option in options):
+            options = ("trainer=ddp", *options)
+        folder = tmp_path / "said"
+        codes = together(train.complete(*options), folder, *actions, **starter)
+        said = [(folder / str(rank)).read_text() for rank in range(len(actions))]
+        return codes, said
 
     return run
 
@@ -55,12 +56,14 @@ def pair(job, finished, train, tmp_path_factory):
     """`pair(*options)` is the run of these options by two processes from start to end, made only once."""
 
     def run(*options):
-        if ("pair", *options) not in finished:
+        key = ("pair", *options)
+        if key not in finished:
             codes, said = job([None, None], *options, "name=pair")
             assert codes == [0, 0], said
             assert said[1] == ""  # one speaks
-            finished["pair", *options] = (train.runs / "pair").rename(tmp_path_factory.mktemp("pair") / "run")
-        return finished["pair", *options]
+            folder = tmp_path_factory.mktemp("pair")
+            finished[key] = (train.runs / "pair").rename(folder / "run")
+        return finished[key]
 
     return run
 
@@ -80,14 +83,13 @@ def assert_same_numbers(one, other, tolerance=1e-6):
         assert numbers[key] == value, key
 
 
-@pytest.mark.parametrize(
-    "options",
-    kinds({"text": TEXT, "task": TASK, "fsdp": FSDP, "shared texts": SHARED}, {"replicas": REPLICAS, **SHARED_BY_ALL}),
-)
-def test_two_processes_are_one(pair, straight, options):
+@pytest.mark.parametrize("kind", QUICK + BY_NIGHT)
+def test_two_processes_are_one(pair, straight, kind):
     """The same numbers; the weights are in one file, and in the checkpoint, under the names of the plain network."""
+    options = KINDS[kind]
     two = pair(*options)
-    one = straight(*[option for option in options if option not in OF_SEVERAL])
+    of_one = [option for option in options if option not in OF_SEVERAL]
+    one = straight(*of_one)
     assert_same_numbers(one, two)
 
     weights = load_file(two / "model.safetensors")
@@ -113,33 +115,33 @@ def test_processes_that_slurm_starts_are_the_same_run(train, job, pair):
 
 
 def small_batches() -> None:
-    """Evaluate two sequences at a time, so that two processes have parts of different size."""
+    """Evaluate two sequences at a time."""
     from ropewalk.evaluation import scoring
 
     scoring.BATCH_TOKENS = {"cpu": 32}
 
 
-def test_each_scored_token_weighs_the_same(train, job):
-    """In a batch in 1 or 4 portions, by one process or two; in evaluations, of which one process has more."""
-    options = ["pe=rope", "data=flip_flop", "trainer.max_steps=1", "eval.sequences=5"]
-    for portions in (1, 4):
-        assert train(*options, f"trainer.grad_accum_steps={portions}", f"name=one-{portions}").code == 0
-    assert job([small_batches] * 2, *options, "trainer.grad_accum_steps=2", "name=two")[0] == [0, 0]
-
-    (expected,) = rows_of(train.runs / "one-1")
-    assert {"val/loss", "val/error"} <= expected.keys()
-
-    for name in ("one-4", "two"):
-        assert rows_of(train.runs / name) == [pytest.approx(expected, rel=1e-6)]
-    assert_same_numbers(train.runs / "one-1", train.runs / "two")
+def test_of_three_batches_of_an_evaluation_one_process_has_two(train, job, straight):
+    options = ("pe=rope", "data=flip_flop", "trainer.max_steps=1", "eval.sequences=5")
+    codes, said = job([small_batches] * 2, *options, "name=two")
+    assert codes == [0, 0], said
+    assert_same_numbers(straight(*options), train.runs / "two")
 
 
-@pytest.mark.parametrize(
-    "options", kinds({"text": TEXT}, {"task": TASK, "fsdp": FSDP, "shared texts": SHARED, **SHARED_BY_ALL})
-)
-def test_killed_and_resumed(train, pair, job, options):
+@pytest.mark.parametrize("portions", [2, 4])
+def test_each_scored_token_weighs_the_same(train, straight, portions):
+    """However many of them are in each portion of a batch."""
+    options = "pe=rope", "data=flip_flop", "trainer.max_steps=1"
+    assert train(*options, f"trainer.grad_accum_steps={portions}", "name=portions").code == 0
+    (row,) = rows_of(train.runs / "portions")
+    (expected,) = rows_of(straight(*options))
+    assert row == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["text", "fsdp", *BY_NIGHT])
+def test_killed_and_resumed(train, pair, job, kind):
     """All processes in mid-accumulation, then one of them, which ends the other."""
-    options = (*options, "model.dropout=0.1")
+    options = (*KINDS[kind], "model.dropout=0.1")
     codes, _ = job([On(STEP, 6, kill)] * 2, *options, "name=killed")
     assert codes == [-signal.SIGKILL] * 2
 
@@ -157,9 +159,10 @@ def test_killed_and_resumed(train, pair, job, options):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_another_number_of_processes_goes_on(train, job, straight, kind):
     """Two, of which one gets a signal in mid-accumulation, then one, then two again; a row is due in between."""
+    kind = f"trainer={kind}"
     run = train.runs / "changing"
     stopping = On(STEP, 3, partial(signal.raise_signal, signal.SIGTERM))
-    codes, said = job([None, stopping], f"trainer={kind}", *TEXT, "name=changing")
+    codes, said = job([None, stopping], kind, *TEXT, "name=changing")
     assert codes == [STOPPED] * 2
     assert "stopped after step 2; rerun the same command to resume" in said[0]
 
@@ -168,7 +171,7 @@ def test_another_number_of_processes_goes_on(train, job, straight, kind):
         assert train(*TEXT, "name=changing").code == INTERRUPTED
     assert steps_in(run / "checkpoints")[-1] == 4
 
-    codes, said = job([None, None], f"trainer={kind}", *TEXT, "name=changing")
+    codes, said = job([None, None], kind, *TEXT, "name=changing")
     assert codes == [0, 0], said
     assert [row["step"] for row in rows_of(run)] == [1, 3, 6]
     assert_same_numbers(straight(*TEXT), run)
@@ -184,19 +187,17 @@ def do_not_wait() -> None:
 
 
 EXPLODES = ("trainer=fsdp", "optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=null")
+FAILURES = {  # what happens on both ranks, the options, and the message
+    "not finite in shards": ([None, None], EXPLODES, "infinite or NaN in step 2"),
+    "on the second": ([None, On(STEP, 3, lack_memory)], (), "no memory left"),
+    "on both": ([None, do_not_wait], ("trainer.batch_size=3",), "trainer.batch_size=3 must be a multiple of 2"),
+    "on the first": ([On("ropewalk.app.run_dir:provenance", 1, lack_memory), None], (), "no memory left"),
+}
 
 
-@pytest.mark.parametrize(
-    ("actions", "options", "message"),
-    [
-        ([None, None], EXPLODES, "infinite or NaN in step 2"),
-        ([None, On(STEP, 3, lack_memory)], [], "no memory left"),
-        ([None, do_not_wait], ["trainer.batch_size=3"], "trainer.batch_size=3 must be a multiple of 2"),
-        ([On("ropewalk.app.run_dir:provenance", 1, lack_memory), None], [], "no memory left"),
-    ],
-    ids=["not finite in shards", "on the second", "on both", "on the first"],
-)
-def test_an_error_ends_all_and_is_told_once(job, actions, options, message):
+@pytest.mark.parametrize("where", FAILURES)
+def test_an_error_ends_all_and_is_told_once(job, where):
+    actions, options, message = FAILURES[where]
     codes, said = job(actions, "pe=rope", *options)
     both = "".join(said)
     assert codes == [2, 2]
@@ -217,47 +218,42 @@ def test_a_rank_that_waits_without_end_ends_with_the_other(job, ends, code):
     assert codes == [code, 2]
 
 
-def launched(train, *options, starter=()):
-    """train.py, which starts a second process by Lightning's launcher unless a `starter` does, once it has a row."""
-    command = [sys.executable, *starter, f"{ROOT}/train.py", *train.complete("pe=rope", "trainer=ddp", *options)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not any(path.read_text() for path in train.runs.glob("*/metrics.jsonl")):
-        time.sleep(0.05)
-    return process
-
-
 @pytest.mark.slow
-def test_a_run_that_lightning_started_goes_on_by_torchrun(train):
-    """A signal to the first process stops the run, and torchrun goes on with it."""
-    many = [f"trainer.{key}=100" for key in ("log_every", "val_every", "checkpoint_every")]
-    many += ["trainer.max_steps=300", "logger=csv", "name=launched"]
-    stopped = launched(train, *many, "trainer.devices=2")
+def test_a_run_that_lightning_started_goes_on_by_torchrun(train, job):
+    """A signal to the first process, which has started the other one, stops the run."""
+    options = [f"trainer.{key}=100" for key in ("log_every", "val_every", "checkpoint_every")]
+    options += ["pe=rope", "trainer.max_steps=300", "logger=csv", "name=launched"]
+    command = [sys.executable, f"{ROOT}/train.py", *train.complete(*options, "trainer=ddp", "trainer.devices=2")]
+    stopped = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = train.runs / "launched"
+    while stopped.poll() is None and not (run / "metrics.jsonl").exists():
+        time.sleep(0.05)
     stopped.send_signal(signal.SIGTERM)
     out, err = stopped.communicate()
     assert stopped.returncode == STOPPED, err
-    assert len(re.findall("stopped after step", out)) == 1
+    assert out.count("stopped after step") == 1
     assert "rror" not in err
 
-    last = launched(train, *many, starter=["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"])
-    out, err = last.communicate()
-    assert last.returncode == 0, err
-    assert out.count("continuing") == 1
+    codes, said = job([None, None], *options)
+    assert codes == [0, 0], said
+    assert said[0].count("continuing") == 1
 
-    run = train.runs / "launched"
     assert [row["step"] for row in rows_of(run)] == [1, 100, 200, 300]
     assert len((run / "csv" / "metrics.csv").read_text().splitlines()) == 6  # a heading, 4 rows, and the evaluation
 
 
-def test_what_torchrun_did_must_fit_and_a_rank_left_in_the_environment_is_not_believed(train, monkeypatch):
+def test_what_torchrun_started_must_be_what_is_asked_for(train, monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": 2, "WORLD_SIZE": 4, "RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
     remedy = "torchrun started 4 processes, 2 on this machine: trainer=ddp trainer.num_nodes=2 takes them all"
-    with monkeypatch.context() as patch:
-        for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": 2, "WORLD_SIZE": 4, "RANK": 0}.items():
-            patch.setenv(name, str(value))
-        assert remedy in train("pe=rope").err
-        assert "trainer.num_nodes=2 takes them all" in train("pe=rope", "trainer=ddp").err
+    assert remedy in train("pe=rope").err
+    assert "trainer.num_nodes=2 takes them all" in train("pe=rope", "trainer=ddp").err
+
+
+def test_a_rank_left_in_the_environment_is_not_believed(train, monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
         monkeypatch.setenv(name, "1")
-    outcome = train("pe=rope")
+    outcome = train("pe=rope", "trainer.max_steps=1")
     assert outcome.code == 0
     assert "to look at" in outcome.out  # it is the first, which speaks
 

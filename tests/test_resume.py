@@ -15,41 +15,55 @@ from safetensors.torch import load_file, save_file
 from ropewalk.training.checkpoints import steps_in
 from ropewalk.training.stop import INTERRUPTED, STOPPED
 
-SKIP = ("trainer.positions=pose", "trainer.max_position=64")
 STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 3, train_len: 8, pe: {base: 500}}]"
-SMALL = ("pe=rope", STAGES, "model.dropout=0.1", *SKIP, "trainer.grad_accum_steps=2", "trainer.log_every=3")
-SMALL += ("optim.lr=0.002", "pe.window=6", "trainer.short_window=3")
-TASK = ("pe=cope", "data=flip_flop", *SMALL[2:])
-
-
-@pytest.mark.parametrize(
-    ("options", "moments"),
-    [
-        # call 2 of the training step is the second half of step 1, call 6 that of step 3: the second stage begins there
-        (SMALL, [On(STEP, 2, kill), On(STEP, 6, kill)]),
-        (TASK, [On("torch:save", 2, kill), On("ropewalk.training.checkpoints:prune", 2, kill)]),
-        (TASK, [On(what, 1, kill) for what in ("ropewalk.app.run_dir:provenance", "train:write_json")]),
-    ],
-    ids=["in mid-accumulation", "while a checkpoint is written", "while the directory is made, before training.json"],
+HARD = (
+    STAGES,
+    "model.dropout=0.1",
+    "trainer.positions=pose",
+    "trainer.max_position=64",
+    "trainer.grad_accum_steps=2",
+    "trainer.log_every=3",
+    "trainer.short_window=3",
+    "pe.window=6",
+    "optim.lr=0.002",
 )
-def test_killed_twice(train, straight, options, moments):
+TEXT = ("pe=rope", *HARD)
+TASK = ("pe=cope", "data=flip_flop", *[option for option in HARD if option != STAGES])
+MOMENTS = {
+    # Call 2 of the training step is the second half of step 1, call 6 that of step 3: the second stage begins there.
+    "in mid-accumulation": (TEXT, [On(STEP, 2, kill), On(STEP, 6, kill)]),
+    "at a checkpoint": (TASK, [On("torch:save", 2, kill), On("ropewalk.training.checkpoints:prune", 2, kill)]),
+    "at the start and at the end": (
+        TASK,
+        [On("ropewalk.app.run_dir:provenance", 1, kill), On("train:write_json", 1, kill)],
+    ),
+}
+
+
+@pytest.mark.parametrize("when", MOMENTS)
+def test_killed_twice(train, straight, when):
+    options, moments = MOMENTS[when]
     for moment in moments:
         assert live(train.complete(*options, "name=killed"), moment) == -signal.SIGKILL
+
     outcome = train(*options, "name=killed")
+
     assert outcome.code == 0, outcome.err
     assert "continuing" in outcome.out
     assert differences(train.runs / "killed", straight(*options)) == []
     assert not list((train.runs / "killed" / "checkpoints").glob(".*"))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)])
-@pytest.mark.parametrize(("call", "step", "rows"), [(9, 5, [1, 3]), (11, 6, [1, 3, 6])], ids=["step 5", "the last"])
+@pytest.mark.parametrize(
+    ("number", "code", "call", "step", "rows"),
+    [(signal.SIGUSR1, STOPPED, 9, 5, [1, 3]), (signal.SIGINT, INTERRUPTED, 11, 6, [1, 3, 6])],
+)
 def test_a_signal_stops_after_the_step(train, straight, monkeypatch, number, code, call, step, rows):
     """It comes in the first half of a step: of the fifth, at which nothing is due, or of the last."""
-    options = [*SMALL, "trainer.checkpoint_every=6", "name=stopped"]
+    options = [*TEXT, "trainer.checkpoint_every=6", "name=stopped"]
     handler = signal.getsignal(number)
     with monkeypatch.context() as patch:
-        On(STEP, call, partial(os.kill, os.getpid(), number))(patch.setattr)
+        On(STEP, call, partial(signal.raise_signal, number))(patch.setattr)
         outcome = train(*options)
     assert outcome.code == code
     assert "rerun the same command to " in outcome.out
@@ -61,7 +75,7 @@ def test_a_signal_stops_after_the_step(train, straight, monkeypatch, number, cod
     assert not (stopped / "training.json").exists()  # nothing was measured
 
     assert train(*options).code == 0
-    assert differences(stopped, straight(*SMALL)) == []
+    assert differences(stopped, straight(*TEXT)) == []
 
 
 def interrupt_twice() -> None:
@@ -70,7 +84,7 @@ def interrupt_twice() -> None:
 
 
 def test_a_second_interruption_ends_at_once(train):
-    assert live(train.complete(*SMALL), On(STEP, 5, interrupt_twice)) == -signal.SIGINT
+    assert live(train.complete(*TEXT), On(STEP, 5, interrupt_twice)) == -signal.SIGINT
 
 
 def test_checkpoints_by_the_clock(train):
@@ -86,35 +100,35 @@ def test_what_killed_writes_left_is_removed(train):
     run = train.runs / "left"
     assert steps_in(run / "checkpoints") == [2, 4, 6]
 
-    left = [run / ".model.safetensors.0a0a0a0a.tmp", run / "evals" / ".lengths.json.0a0a0a0a.tmp"]
-    for path in left:
-        path.touch()
+    for name in (".model.safetensors.0a0a0a0a.tmp", "evals/.lengths.json.0a0a0a0a.tmp"):
+        (run / name).touch()
     (run / "training.json").unlink()
     assert train(*options, "trainer.keep_checkpoints=1").code == 0
-    assert not any(path.exists() for path in left)
+    assert not list(run.rglob("*.tmp"))
     assert steps_in(run / "checkpoints") == [6]
 
 
 def test_a_difference_is_found(straight, tmp_path):
     """Of a bit of a weight, and of a row: the other tests here rely on it."""
-    run = shutil.copytree(straight(*SMALL), tmp_path / "run")
+    run = shutil.copytree(straight("pe=rope"), tmp_path / "run")
     weights = load_file(run / "model.safetensors")
     name = min(weights)
     weights[name].view(torch.int32).flatten()[-1] ^= 1
     save_file(weights, run / "model.safetensors")
     *rows, _ = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(rows))
-    of_rows, of_weights = {}, {}
-    for place in differences(run, straight(*SMALL)):
-        {"metrics.jsonl": of_rows, "model.safetensors": of_weights}[place.split("/")[1]][place] = True
-    assert list(of_weights) == [f"/model.safetensors/{name}"]
+
+    *of_rows, of_weights = differences(run, straight("pe=rope"))
+
+    assert of_weights == f"/model.safetensors/{name}"
+    assert all(place.startswith("/metrics.jsonl/") for place in of_rows)
     assert of_rows
 
 
 def test_more_steps_go_on_from_the_end(train):
-    assert train(*SMALL, "name=longer").code == 0
+    assert train(*TEXT, "name=longer").code == 0
 
-    outcome = train(*SMALL, "name=longer", "trainer.max_steps=9")
+    outcome = train(*TEXT, "name=longer", "trainer.max_steps=9")
     assert outcome.code == 0, outcome.err
     assert "9 steps instead of 6" in outcome.out
     assert "after step 6" in outcome.out
@@ -122,4 +136,4 @@ def test_more_steps_go_on_from_the_end(train):
     rows = rows_of(train.runs / "longer")
     assert [row["step"] for row in rows] == [1, 3, 6, 9]
     assert rows[-1]["lr"] == pytest.approx(0.1 * 2e-3)  # the cosine of 9 steps ends here
-    assert train(*SMALL, "name=longer", "trainer.max_steps=8").code == 2
+    assert train(*TEXT, "name=longer", "trainer.max_steps=8").code == 2

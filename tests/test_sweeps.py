@@ -1,7 +1,6 @@
 """A sweep: its jobs are the runs one by one, mistakes end it before any work, failures are named and skipped."""
 
 import os
-import re
 import signal
 import sys
 import time
@@ -18,8 +17,7 @@ from ropewalk.evaluation.results import load_all
 from ropewalk.training.distributed import die_with_parent
 from scripts import evaluate
 
-SHORT = ["eval.lengths=[1,2]", "eval.variants=[]", "eval.by_position=false", "eval.far_copies=false"]
-QUICK = [*SHORT, "-m"]
+SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
 ROW = "ropewalk.app.run_dir:append"  # called five times in a run: call 8 is for step 3 of the second
 
 
@@ -27,41 +25,46 @@ def runs_in(folder):
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def measured(run) -> dict:
-    return {e.variant.label: [m.nats for m in e.measured] for e in load_all(run)}
+def losses(run) -> list:
+    """Of all texts, at each length."""
+    return [m.nats for e in load_all(run) for m in e.measured]
 
 
 def test_each_job_is_the_run_that_it_would_be_alone(train):
-    outcome = train("pe=rope,yarn", *QUICK)
+    outcome = train("pe=rope,yarn", "name=mine", *SHORT, "-m")
     assert outcome.code == 0, outcome.err
-    assert runs_in(train.runs) == ["rope-text", "yarn-text"]
-    assert re.search(r"\[1/2\] rope-text: done in \d+\.\d minutes; 1 left\n", outcome.out)
+    assert runs_in(train.runs) == ["mine-pe=rope", "mine-pe=yarn"]
+    assert "[1/2] mine-pe=rope: done in " in outcome.out
     assert "sweep: 2 of 2 runs are complete" in outcome.out
     assert f"python scripts/report.py 'folders=[{train.runs}]'" in outcome.out
 
-    train("pe=yarn", "name=alone", *SHORT)
-    assert rows_of(train.runs / "alone") == rows_of(train.runs / "yarn-text")
-    assert measured(train.runs / "alone") == measured(train.runs / "yarn-text")
+    assert train("pe=yarn", "name=alone", *SHORT).code == 0
+    of_sweep = train.runs / "mine-pe=yarn"
+    alone = train.runs / "alone"
+    assert read_config(of_sweep) == read_config(alone) | {"name": "mine-pe=yarn"}
+    assert rows_of(of_sweep) == rows_of(alone)
+    assert losses(of_sweep) == losses(alone)
 
 
 def test_a_stopped_sweep_is_continued(train, monkeypatch):
-    sweep = ["pe=rope,alibi", *QUICK]
+    sweep = ["pe=rope,alibi", *SHORT, "-m"]
     with monkeypatch.context() as patch:
         On(ROW, 8, partial(signal.raise_signal, signal.SIGINT))(patch.setattr)  # Ctrl-C
         assert train(*sweep).code == 130
-    untouched = {path: path.stat().st_mtime_ns for path in (train.runs / "rope-text").rglob("*")}
+    complete = train.runs / "rope-text"
+    before = {path: path.stat().st_mtime_ns for path in complete.rglob("*")}
 
     outcome = train(*sweep)
     assert outcome.code == 0, outcome.err
     assert "[1/2] rope-text: complete\n" in outcome.out
     assert "continuing" in outcome.out
     assert outcome.out.count("validation loss") == 1  # no table of the complete one
-    assert {path: path.stat().st_mtime_ns for path in untouched} == untouched
+    assert {path: path.stat().st_mtime_ns for path in complete.rglob("*")} == before
 
 
 def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
     On(ROW, 2, power_cut)(monkeypatch.setattr)
-    outcome = train("pe=rope,nope", *QUICK)
+    outcome = train("pe=rope,nope", *SHORT, "-m")
     assert outcome.code == 1
     assert "[1/2] rope-text: failed: power cut" in outcome.err
     assert "in power_cut\n" in outcome.err  # where, since it is nobody's mistake
@@ -95,53 +98,45 @@ def test_a_sweep_of_nothing_is_refused(script):
     assert "say of what" in outcome.err
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        # What a name says already, as the encoding and the data in the default one, is not repeated.
-        (
-            ["pe=rope", "trainer.max_steps=0,1", "seed=0,1"],
-            ["rope-text-trainer.max_steps=0{}", "rope-text-trainer.max_steps=1{}"],
-        ),
-        (["pe=rope,alibi", "name=mine", "seed=0,1"], ["mine-pe=rope{}", "mine-pe=alibi{}"]),
-    ],
-)
-def test_what_varies_tells_runs_apart(train, options, names):
-    planned = [run.path.name for run in plan("config", train.complete(*options, *SHORT))]
-    assert planned == [name.format(seed) for name in names for seed in ("", "-s1")]
-
-
-def test_a_name_of_the_users_is_completed_in_the_run_too(train):
-    assert train("pe=nope", "trainer.max_steps=0", "name=mine", "seed=0,1", *QUICK).code == 0
-    assert runs_in(train.runs) == ["mine", "mine-s1"]
-    assert read_config(train.runs / "mine-s1")["name"] == "mine-s1"
-
-
-def test_runs_to_evaluate_must_be_there_before_the_first_is(script, train):
-    assert train("pe=rope", "trainer.max_steps=0", *SHORT).code == 0
-
-    run = train.runs / "rope-text"
-    files = runs_in(run / "evals")
-    outcome = script(evaluate, "-m", f"run={run},{run}-none", "measures=[by_position]")
-    assert outcome.code == 2
-    assert "rope-text-none is not a run directory" in outcome.err
-    assert runs_in(run / "evals") == files
-
-
 def test_a_sweep_on_several_machines_is_refused(train, monkeypatch):
-    """Also where torchrun has started one process on each: every one of them would run all jobs."""
+    """Where torchrun has started one process on each, every one of them would run all jobs."""
     for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": 2, "RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
-    outcome = train("seed=0,1", "-m")
+    assert "a job of a sweep is one process" in train("seed=0,1", "-m").err
+
+
+def test_what_varies_tells_runs_apart(train):
+    """What a name says already, as the encoding, the data and the seed in the default one, is not repeated."""
+    options = ["pe=rope", "trainer.max_steps=0,1", "seed=0,1", *SHORT]
+    planned = [run.path.name for run in plan("config", train.complete(*options))]
+    none = "rope-text-trainer.max_steps=0"
+    one = "rope-text-trainer.max_steps=1"
+    assert planned == [none, f"{none}-s1", one, f"{one}-s1"]
+
+
+def test_an_experiment_may_say_what_is_swept():
+    """The command line may narrow it. But for what is compared, the jobs are equal."""
+    jobs = [run.cfg for run in plan("config", ["experiment=compare", "seed=0", "runs_dir=nowhere"])]
+    assert len({cfg.pe["name"] for cfg in jobs}) == len({cfg.name for cfg in jobs}) == len(jobs) >= 8
+
+    compared = {"pe": True, "name": True, "eval": {"variants"}}
+    assert len({str(cfg.model_dump(exclude=compared)) for cfg in jobs}) == 1
+
+
+def test_runs_to_evaluate_must_be_there_before_the_first_is(script, straight):
+    run = straight("pe=rope")
+    before = runs_in(run / "evals")
+    outcome = script(evaluate, "-m", f"run={run},{run}-none", "measures=[by_position]")
     assert outcome.code == 2
-    assert "a job of a sweep is one process" in outcome.err
+    assert f"{run}-none is not a run directory" in outcome.err
+    assert runs_in(run / "evals") == before
 
 
 @pytest.mark.slow
 def test_jobs_in_parallel(train):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     infinite = ["optim.warmup_steps=0", "optim.grad_clip=null"]  # with a rate that is too high
-    sweep = ["pe=rope", "optim.lr=0.001,1e38", "name='${pe.name}-${optim.lr}'", *infinite, *QUICK]
+    sweep = ["pe=rope", "optim.lr=0.001,1e38", "name='${pe.name}-${optim.lr}'", *infinite, *SHORT, "-m"]
     outcome = train(*sweep, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     assert outcome.code == 1
     assert "[2/2] rope-1e+38: failed: " in outcome.err
@@ -154,14 +149,14 @@ def test_jobs_in_parallel(train):
 def test_a_job_ends_with_the_sweep_that_started_it(late):
     """However, and whenever, the sweep ends: joblib's workers would go on to the end of their jobs."""
     reader, writer = os.pipe()
-    if not (sweep := os.fork()):
+    sweep = os.fork()
+    if not sweep:
         sweep = os.getpid()
         if not os.fork():  # a worker
             os.write(writer, b"x")
             while late and os.getppid() == sweep:
                 time.sleep(0.01)
             die_with_parent(sweep)
-            time.sleep(600)
         time.sleep(600)
     assert os.read(reader, 1) == b"x"
 
@@ -169,19 +164,3 @@ def test_a_job_ends_with_the_sweep_that_started_it(late):
     os.kill(sweep, signal.SIGKILL)
     os.waitpid(sweep, 0)
     assert os.read(reader, 1) == b""  # the last that could write to it is gone
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("experiment", "part", "seeds", "encodings"),
-    [("compare", "seed=0", {0}, 8), ("compare_gpu", "pe=rope", {0, 1, 2}, 1)],
-)
-def test_experiments_that_sweep(experiment, part, seeds, encodings):
-    """The experiment says what is swept; the command line may narrow it. Each job trains a network of its own."""
-    configs = [run.cfg for run in plan("config", [f"experiment={experiment}", part, "runs_dir=nowhere"])]
-    assert len({cfg.name for cfg in configs}) == len(configs)
-    assert {cfg.seed for cfg in configs} == seeds
-    assert len({cfg.pe["name"] for cfg in configs}) >= encodings
-
-    rest = {"pe": True, "seed": True, "name": True, "eval": {"variants"}}
-    assert len({str(cfg.model_dump(exclude=rest)) for cfg in configs}) == 1

@@ -1,40 +1,36 @@
 """A run from its command line to its files: complete, continued, refused, repeated."""
 
-import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from conftest import REPORT, rows_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ropewalk.app import ending
+from ropewalk.app.run_dir import read_config, read_environment
 from ropewalk.evaluation.results import load_all
+from ropewalk.files import read_json
 from ropewalk.report import page
 
 
-def read(run: Path, name: str) -> dict:
-    return json.loads((run / name).read_text())
+def modified(run: Path) -> dict[Path, int]:
+    """When each file of a run was written, but for its page."""
+    return {path: path.stat().st_mtime_ns for path in run.rglob("*.*") if path.suffix != ".html"}
 
 
 def test_the_files_of_a_run(train, monkeypatch):
-    monkeypatch.setattr(ending, "page", page)
     monkeypatch.setattr(page, "html", REPORT)
     outcome = train("pe=yarn")
     assert outcome.code == 0, outcome.err
 
     run = train.runs / "yarn-text"
-
-    config = yaml.safe_load((run / "config.yaml").read_text())
+    config = read_config(run)
     assert config["trainer"]["max_steps"] == 6
     assert config["pe"]["original_len"] == 16  # resolved
 
-    (start,) = read(run, "environment.json")["starts"]
+    (start,) = read_environment(run).starts
     assert start["torch"] == torch.__version__
-    assert read(run, "data.json")["tokenizer"]
 
     rows = rows_of(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]  # log_every=2, val_every=3
@@ -46,27 +42,27 @@ def test_the_files_of_a_run(train, monkeypatch):
     measured = {e.variant.label: [m.length for m in e.measured] for e in load_all(run)}
     assert measured == {"yarn at scale 1": lengths, "yarn at scale 4": lengths}
 
-    training = read(run, "training.json")
+    training = read_json(run / "training.json")
     assert training["tokens"] == 6 * 64
     assert training["validation"]["loss"] == rows[-1]["val/loss"]
-    assert min(training["tokens_per_s"], training["peak_memory_mb"]) > 0
+    assert training["tokens_per_s"] > 0
+    assert training["peak_memory_mb"] > 0
 
     assert f"to look at: {run}/report.html" in outcome.out
     assert (run / "report.html").stat().st_size > 10_000
 
 
-def test_a_complete_run_trains_nothing(train, monkeypatch):
+def test_a_complete_run_trains_nothing(train):
     train("pe=rope")
     run = train.runs / "rope-text"
-    monkeypatch.setattr(ending, "page", page)
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*.*")}
+    before = modified(run)
+    (run / "report.html").unlink()
     again = train("pe=rope", "logger=csv")  # who watches may differ
     assert again.code == 0
     assert "is complete" in again.out
     assert "bits per byte" in again.out
-
-    (run / "report.html").unlink()  # made anew
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*.*")} == before
+    assert modified(run) == before
+    assert (run / "report.html").exists()  # made anew
 
 
 def test_of_a_complete_run_what_is_new_is_measured(train):
@@ -77,11 +73,6 @@ def test_of_a_complete_run_what_is_new_is_measured(train):
     train("pe=rope", "trainer.max_steps=8")
     train("pe=rope", "trainer.max_steps=8", "eval.lengths=[1,3]")  # measured of fewer steps alone
     assert {e.step for e in load_all(run) if e.eval.get("lengths") == [16, 48]} == {6, 8}
-
-    shutil.rmtree(run / "checkpoints")  # then it is not trained anew
-    without = train("pe=rope", "trainer.max_steps=8", "eval.lengths=[1]")
-    assert "scripts/evaluate.py measures a trained model" in without.err
-    assert rows_of(run)[-1]["step"] == 8
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("32", torch.float32)])
@@ -146,15 +137,14 @@ def test_a_compiler_that_fails_is_explained(train, compile_with):
 
 def test_a_stage_is_the_beginning_of_a_run_of_its_length(train):
     """Bit for bit: of one with as many tokens in a step. Then its length and encoding are others."""
-    short = ["train_len=8", "trainer.batch_size=8", "pe.base=500"]
-    staged = ["train_len=16", "trainer.batch_size=4", "stages=[{steps: 3, train_len: 8, pe: {base: 500}}]"]
-    rows = {}
-    for name, options in {"short": short, "staged": staged}.items():
-        each = ["trainer.log_every=1", "trainer.val_every=6", "eval.lengths=[1]", f"name={name}"]
-        assert train("pe=rope", *each, *options).code == 0
-        rows[name] = rows_of(train.runs / name)
-    assert rows["short"][:3] == rows["staged"][:3]
-    assert rows["short"][3]["train/loss"] != rows["staged"][3]["train/loss"]
+    stage = "stages=[{steps: 3, train_len: 8, pe: {base: 500}}]"
+    each = ["pe=rope", "trainer.log_every=1", "trainer.val_every=6", "eval.lengths=[1]"]
+    assert train(*each, "train_len=8", "trainer.batch_size=8", "pe.base=500", "name=short").code == 0
+    assert train(*each, "train_len=16", "trainer.batch_size=4", stage, "name=staged").code == 0
+    short = rows_of(train.runs / "short")
+    staged = rows_of(train.runs / "staged")
+    assert staged[:3] == short[:3]
+    assert staged[3]["train/loss"] != short[3]["train/loss"]
 
 
 def test_training_in_bf16_lowers_the_loss(train):

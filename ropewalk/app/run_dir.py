@@ -198,11 +198,12 @@ class RunDir:
         for leftover in (partial, old):
             shutil.rmtree(leftover, ignore_errors=True)
         if self.begun:
+            starts = read_environment(self.path).starts  # before anything changes: it may be damaged
             # Nobody else may write here, so what lies here half written is of a process that was killed.
             for leftover in [*self.path.glob(".*.tmp"), *self.path.glob("evals/.*.tmp")]:
                 leftover.unlink()
             self._extend()
-            self._record_start(self.path, read_environment(self.path).starts)
+            self._record_start(self.path, starts)
             return
         # The new directory gets its name only once it is whole: a kill at any point leaves the old run, the new one or
         # none, never a mixture.
