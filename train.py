@@ -79,7 +79,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     run = RunDir(cfg)
     run.check()
     if run.complete and loop.is_measured(run.path, cfg):
-        print(f"{run.path} is complete and measured at these lengths:\noverwrite=true trains it again")
+        print(f"{run.path} is complete and measured so; overwrite=true trains it again")
         return run
 
     # The vocabularies are compared before tokenising, which may take hours.

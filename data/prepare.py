@@ -7,8 +7,8 @@
 
 A document is for validation if the hash of its id (its path, or its row) is at most `val_fraction`, or the lowest of
 all. So adding documents moves no other document, unless validation holds only the lowest one. Documents cut from one
-file share its id, unless it is the only file. A document whose text is already in validation is left out, and so are
-empty documents. Repetitions within training stay.
+file share its id, unless it is the only file: adding another to that one moves its pieces. A document whose text is
+already in validation is left out, and so are empty documents. Repetitions within training stay.
 """
 
 import hashlib

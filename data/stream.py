@@ -108,7 +108,11 @@ class TextData(Data):
 
     @property
     def text_start(self) -> int | None:  # type: ignore[override]
-        return self.encoder.bos if self.bos == "auto" else None
+        if self.bos == "none":
+            return None
+        if self.documents == "mask" and self.encoder.bos == self.encoder.eot:
+            raise ValueError(f"data.documents=mask: {self.tokenizer} begins texts with their end token: data.bos=none")
+        return self.encoder.bos
 
     @cached_property
     def pool(self) -> Pool:
@@ -215,6 +219,8 @@ class TextData(Data):
         parts: list[Any] = [split.sha256, target_tokens, ends.tolist()]
         if self.text_start is not None:
             parts.append({"bos": self.text_start})
+        if self.document_end is not None:  # the first targets of documents are left out
+            parts.append({"documents": self.documents})
         # Results that group the texts into other documents must not be paired with these: they need another hash. If
         # every text is a document of its own, nothing is grouped, and the hash stays as it was.
         if documents and len(set(documents)) < len(documents):

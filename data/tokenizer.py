@@ -42,9 +42,7 @@ class Tokenizer:
         encoding = _load(name)
         self.name = name
         self.encoding = encoding
-        self.files: list[Path] = []  # a run keeps them, to decode its tokens anywhere
-        if Path(name).is_file():
-            self.files.append(Path(name))
+        self.files = [Path(name)] if Path(name).is_file() else []  # a run keeps them, to decode its tokens anywhere
         self.label = encoding.name  # fit for the name of a file
         self.eot = encoding.eot_token  # id of the token between documents
         self.bos: int | None = None  # id of the token that begins every text, if there is one

@@ -180,7 +180,10 @@ def fused(
 
 
 def fused_with_sinks(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, visible: Tensor | None, causal: bool) -> Tensor:
-    """`fused` with one more key, the first, whose score is the sink of its head and whose value is zero."""
+    """`fused` with one more key, the first, whose score is the sink of its head and whose value is zero.
+
+    In 16 bit the sinks are rounded, and so are their gradients, by 1 to 4 percent.
+    """
     assert ctx.sinks is not None
     # Queries get a channel that holds sink / scale. The additional key has 1 there and 0 elsewhere, all other keys have
     # 0 there. Seven channels of zeros follow, as fused kernels want multiples of 8.

@@ -58,7 +58,7 @@ def generate(
 
 def _at_least(low: int, **options: float | None) -> None:
     for name, value in options.items():
-        if value is not None and value < low:
+        if value is not None and not value >= low:  # NaN neither
             raise ValueError(f"{name}={value:g} must be at least {low}")
 
 

@@ -72,8 +72,9 @@ class Packed(Reading):
     """Documents as documents: in a batch of packed rows, the attention of every layer stays within each document.
 
     A piece is the part of a document that lies in one packed row. For attention every piece becomes a row of its own,
-    so any encoding reads it as if it were alone, from position 0 on, and pieces of similar length run together. The
-    rest of the network works token by token and sees the batch as it is packed.
+    so it is read as if it were alone, from position 0 on, and pieces of similar length run together: an encoding that
+    asks how long a text is sees the length of the row. The rest of the network works token by token and sees the batch
+    as it is packed.
     """
 
     def __init__(self, rows: list[Tensor], place: Tensor, pos: Tensor) -> None:

@@ -53,11 +53,14 @@ def main(args: Arguments) -> None:
         raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
 
     named = [kind for kind in get_args(Format) if str(args.out).endswith(f".{kind}")]
+    if args.out and not named and not args.format and Path(args.out).suffix:
+        raise ConfigError(f"out={args.out}: its end must be one of {', '.join(get_args(Format))}, or add format=")
     kind: str = args.format or next(iter(named), "html")
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
     # Files are written whole or not at all, unless the user names a stream.
-    out = Path(args.out or Path(folders[0], page.PAGE).with_suffix(f".{kind}"))
+    beside = next(filter(Path.is_dir, map(Path, folders)), Path())
+    out = Path(args.out or Path(beside, page.PAGE).with_suffix(f".{kind}"))
     if kind in TEXTS:
         text = printable(TEXTS[kind](runs, args.reference))
         if args.out is None:

@@ -4,7 +4,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from conftest import assert_same, attend, context, variables
+from conftest import assert_same, attend, variables
 
 B = 1
 H = 4
@@ -61,5 +61,5 @@ def assert_is_defined_by(scores_of, pe, tensors=None, tol=1e-10):
     scores = scores_of(pe, q, heads(k), heads(v), x)
     expected = scores.masked_fill(is_hidden, -torch.inf).softmax(-1) @ heads(v)
     for newest in (T, 20):
-        out = attend(pe, q[:, :, -newest:], k, v, pe.state(x), context(pe, T, newest))
+        out = attend(pe, q[:, :, -newest:], k, v, x)
         assert_same(out, expected[:, :, -newest:], [q, k, v, x, *pe.parameters()], tol)

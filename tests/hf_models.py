@@ -12,11 +12,21 @@ from model.cache import Cache
 from model.gpt import GPT
 from ropewalk.hf import export, read_model
 
-TOKENS, VOCAB = 32, 61  # original length; vocabulary
-SIZES = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-SIZES |= dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=TOKENS)
-GPT2 = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=2 * TOKENS)
+TOKENS = 32  # original length
+VOCAB = 61
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": TOKENS,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 2 * TOKENS}
 
 
 def hf_model(kind: str, **options):
@@ -33,8 +43,8 @@ def hf_model(kind: str, **options):
 def network(pretrained) -> GPT:
     """Our network with the weights of a model of transformers."""
     said = pretrained.describe()
-    sizes = {key: said[key] for key in ("vocab_size", "train_len")}
-    net = GPT(GPTConfig(**said["model"]), said["pe"], **sizes)
+    cfg = GPTConfig(**said["model"])
+    net = GPT(cfg, said["pe"], vocab_size=said["vocab_size"], train_len=said["train_len"])
     net.load_state_dict(pretrained.state_dict())
     return net.eval()
 
@@ -56,33 +66,40 @@ def edit(folder: Path, **changes) -> None:
     """Change keys of config.json; `...` removes one."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    kept = {key: value for key, value in config.items() if value is not ...}
+    path.write_text(json.dumps(kept))
 
 
 @torch.no_grad()
 def assert_same_logits(net, model, length: int, encodings=None) -> None:
     """At once, and where angles do not depend on the length in two pieces through our cache."""
     idx = tokens(length)
-    theirs = model(idx).logits
-    assert theirs.std() > 0.3
-    torch.testing.assert_close(net(idx, encodings=encodings)[..., :VOCAB], theirs, rtol=1e-5, atol=1e-5)
-    if type(net.encodings[0]).__name__ not in ("DynamicNTK", "LongRope"):
-        cache = Cache()
-        pieces = []
-        for piece in idx.split(length - 3, dim=1):
-            pieces.append(net(piece, encodings=encodings, cache=cache)[..., :VOCAB])
-        torch.testing.assert_close(torch.cat(pieces, 1), theirs, rtol=1e-5, atol=1e-5)
+    expected = model(idx).logits
+    assert expected.std() > 0.3
+
+    logits = net(idx, encodings=encodings)
+    torch.testing.assert_close(logits[..., :VOCAB], expected, rtol=1e-5, atol=1e-5)
+
+    if type(net.encodings[0]).__name__ in ("DynamicNTK", "LongRope"):
+        return
+    cache = Cache()
+    first = net(idx[:, :-3], encodings=encodings, cache=cache)
+    last = net(idx[:, -3:], encodings=encodings, cache=cache)
+    logits = torch.cat([first, last], dim=1)
+    torch.testing.assert_close(logits[..., :VOCAB], expected, rtol=1e-5, atol=1e-5)
 
 
 def assert_both_ways(model, folder: Path, lengths=(TOKENS - 1, 2 * TOKENS)) -> None:
     """A model of transformers, saved in `folder`, is read, written and read again; all have the same logits."""
     pretrained = read_model(f"hf:{folder}")
     net = network(pretrained)
-    ours = exported(net, pretrained.pe, folder.with_name("out"))
-    again = network(read_model(folder.with_name("out")))
+    written = exported(net, pretrained.pe, folder.with_name("out"))
     for length in lengths:
         assert_same_logits(net, model, length)
-        assert_same_logits(net, ours, length)
-        assert_same_logits(again, model, length)
+        assert_same_logits(net, written, length)
+
+    again = network(read_model(folder.with_name("out")))
     assert again.cfg == net.cfg
-    assert all(torch.equal(again.state_dict()[name], value) for name, value in net.state_dict().items())
+    for name, value in net.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    assert_same_logits(again, model, lengths[-1])

@@ -144,9 +144,7 @@ class Markov(Generated):
         n, length = pairs.shape
         losses = np.empty((n, length))
         log_switch = math.log(self.switch)
-        log_stay = -math.inf
-        if self.switch < 1:
-            log_stay = math.log1p(-self.switch)
+        log_stay = math.log1p(-self.switch) if self.switch < 1 else -math.inf
         # Column s: log-probability that the chain was drawn last just before symbol s, given all symbols so far. They
         # stay logarithms, for the weight of a place may fall below the smallest float64 and rise again.
         log_weights = np.zeros((n, length))
@@ -204,7 +202,7 @@ class Markov(Generated):
         bits = nats / math.log(2)
         return [
             f"data: a Markov chain in each text, {self.symbols} symbols",
-            f"  best possible loss at {length:,} tokens: about {nats:.3f}, {bits:.3f} bits per token",
+            f"  best possible loss at {length:,} tokens: about {nats:.3f} nats, {bits:.3f} bits per token",
         ]
 
 

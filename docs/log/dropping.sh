@@ -1,4 +1,4 @@
-# The runs of docs/log/dropping.md: two hours of one CPU core. Finished runs are skipped: run it again to resume.
+# The runs of docs/log/dropping.md: three hours of one CPU core. Finished runs are skipped: run it again to resume.
 set -euf
 more="experiment=markov eval.by_position=false eval.variants=[] runs_dir=runs/dropping"
 train() { python train.py $more "$@"; }
@@ -23,4 +23,9 @@ for s in ${SEEDS:-0 1 2 3 4}; do
     go_on "rope-window-s$s" $two name="dropped-window-s$s"
     go_on "rope-window-s$s" $two pe.global.pe=rope name="kept-window-s$s"
     train $two trainer.max_steps=500 name="nope-window-s$s"
+    memory="$two pe.local.pe=gated_delta pe.local.window=null" # the order by recurrence, in place of the window
+    train $memory pe.global.pe=rope name="rope-memory-s$s"
+    go_on "rope-memory-s$s" $memory name="dropped-memory-s$s"
+    go_on "rope-memory-s$s" $memory pe.global.pe=rope name="kept-memory-s$s"
+    train $memory trainer.max_steps=500 name="nope-memory-s$s"
 done

@@ -23,7 +23,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 def begun(options: Any) -> Any:
     """Print a sentence about the command and the machine; return the options with its device and kernels for "auto"."""
-    precision = 32 if options.dtype == "float32" else "bf16-mixed"
+    precision = "32-true" if options.dtype == "float32" else "bf16-mixed"
     hardware = Hardware.resolve(accelerator=options.device, precision=precision, kernels=options.kernels)
     tune(hardware.device)
     about = provenance()

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 
-from conf.schema import Config, ConfigError
+from conf.schema import Config, ConfigError, Section, parse
 from data.base import build_data
 from lab.board import rules
 from lab.board.rules import Measured, Verdict
@@ -31,6 +32,13 @@ from ropewalk.training.provenance import provenance
 SWITCHES = (0.0, 0.01)  # of the two kinds of chains: data.switch
 LR = 3e-3  # of an entry that chooses none
 STEPS = 10  # that are timed; the fastest counts
+
+
+class Own(Section):
+    """What pe.yaml may say besides the encoding."""
+
+    lr: float = LR
+    help: dict[str, Any] = Field(default_factory=dict)
 
 
 class Entry(NamedTuple):
@@ -54,17 +62,19 @@ def load(folder: Path) -> Entry:
     for file in ("README.md", "pe.yaml"):
         if not (folder / file).is_file():
             raise ConfigError(f"{folder} has no {file}: docs/board.md says what an entry needs")
-    chosen = dict(read_yaml(folder / "pe.yaml"))
-    lr = float(chosen.pop("lr", LR))
-    network = chosen.pop("help", {})
-    pe = encoding(chosen, f"{folder}/pe.yaml: pe")
+    where = f"{folder}/pe.yaml: "
+    values = read_yaml(folder / "pe.yaml")
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}it has no options")
+    own = parse(Own, {key: values.pop(key) for key in values.keys() & Own.model_fields.keys()}, where)
+    pe = encoding(values, f"{where}pe")
     code = folder / "encoding.py"
     source = (folder / "pe.yaml").read_bytes() + (code.read_bytes() if code.is_file() else b"")
-    return Entry(folder, pe, lr, network, hashlib.sha256(source).hexdigest()[:16])
+    return Entry(folder, pe, own.lr, own.help, hashlib.sha256(source).hexdigest()[:16])
 
 
 def verdicts(board: Path) -> list[Verdict]:
-    """The verdicts on all entries of a board, in the order of their dates. Raises ConfigError: one is damaged."""
+    """The verdicts on all entries of a board. Raises ConfigError: one is damaged."""
     remedy = "remove it, and make it again"
     return [read_file(path, Verdict, remedy) for path in sorted(board.glob("*/verdict.json"))]
 
@@ -75,8 +85,8 @@ def judged(entry: Entry, commit: str, options: Sequence[str]) -> Verdict:
     Args:
         options: of train.py that hold for every entry, as trainer.accelerator=cpu.
     """
-    board = entry.folder.parent
-    earlier = rules.standings(verdict for verdict in verdicts(board) if verdict.entry < entry.folder.name)
+    others = [verdict for verdict in verdicts(entry.folder.parent) if verdict.entry != entry.folder.name]
+    board, earlier = entry.folder.parent, rules.standings(others)
     holder = rules.holder_of(earlier)
     entries = [entry, load(board / holder)] if holder else [entry]
     sides = [configured(e, options) for e in entries]
@@ -87,7 +97,8 @@ def judged(entry: Entry, commit: str, options: Sequence[str]) -> Verdict:
         print("promising: more seeds decide whether it is a record", flush=True)
         found = measured(sides, seeds)
     return Verdict(
-        entry=entry.folder.name, encoding=str(entry.pe["name"]), source=entry.source, commit=commit,
+        entry=entry.folder.name, number=max((v.number for v in others), default=0) + 1,
+        encoding=str(entry.pe["name"]), source=entry.source, commit=commit,
         seeds=seeds[: len(found[0].gain[0])], lr=entry.lr, help=entry.help, parameters=parameters, cost=cost,
         measured=found[0], holder=holder, measured_of_holder=found[1] if holder else None, made_by=provenance(),
     )  # fmt: skip
@@ -108,6 +119,9 @@ def measured(sides: Sequence[Config], seeds: Sequence[int]) -> list[Measured]:
     result = []
     for of_side in of_sides:
         bits = np.array([[_bits(run) for run in of_kind] for of_kind in of_side])
+        if not np.isfinite(bits).all():
+            encoding = of_side[0][0].pe["name"]
+            raise ConfigError(f"{encoding} has no number at the longest text: an entry must be finite there")
         gain, possible, excess = np.moveaxis(bits, -1, 0).round(6).tolist()
         result.append(Measured(gain=gain, possible=possible, excess=excess))
     return result

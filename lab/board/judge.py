@@ -10,9 +10,10 @@ chance with probability 0.03 / k², a worse one as often. These add up to less t
 verdict stands when more are made.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from conf.schema import Config
 from lab.board.trials import losses
@@ -53,6 +54,8 @@ def judge(mine: Samples, against: Samples, *, train_len: int, longest: int, numb
 
     Raises ValueError: the sides have other seeds or texts.
     """
+    # A length at which an encoding ends in NaN is one that it is not defined for.
+    mine, against = ({n: s for n, s in side.items() if np.isfinite(s.values).all()} for side in (mine, against))
     advantages: dict[str, Estimate] = {}
     if longest > train_len:
         end = f"{longest / train_len:g}x"
@@ -72,12 +75,7 @@ def judge(mine: Samples, against: Samples, *, train_len: int, longest: int, numb
 
 def _at_best(side: Samples, train_len: int) -> Sample:
     """Return the longest text of a side, or the same text cut to train_len if that has the lower loss."""
-
-    def badness(sample: Sample) -> float:
-        loss = float(sample.values.sum())
-        return math.inf if math.isnan(loss) else loss
-
-    return min(side[train_len], side[max(side)], key=badness)
+    return min(side[train_len], side[max(side)], key=lambda sample: sample.values.sum())
 
 
 def sentence(findings: Mapping[str, Finding]) -> str:

@@ -52,7 +52,7 @@ def line(row: Row) -> str:
 
 
 def markdown(rows: Sequence[Row], figure: str) -> str:
-    """The page of the lines of a board, which are in the order of their dates."""
+    """The page of the lines of a board, which are in the order in which they were judged."""
     table = []
     for row in sorted(rows, key=lambda row: (bool(row.broken), -row.score.value)):
         v = row.verdict

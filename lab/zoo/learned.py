@@ -40,7 +40,7 @@ class LearnedRotary(PositionEncoding):
         nn.init.ones_(self.offset)
 
     def tables(self, pos: Tensor, length: int) -> Any:
-        """The positions, `exact_dtype` [length, 1]: the angles need a gradient, which tables have not."""
+        """The positions, `exact_dtype` [length, 1]."""
         return pos[:, None].to(exact_dtype(pos.device))
 
     def rotate(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ def stick_breaking_attention(
     Args:
         q: [B, H, Tq, D].
         k, v: [B, Hkv, Tk, D], H a multiple of Hkv; the queries are the newest of their tokens.
-        past: whether a query sees a key, bool [Tq, Tk] or [B, 1, Tq, Tk]; no query sees its own.
+        past: whether a query sees a key, bool [Tq, Tk]; no query sees its own.
         remainder: whether the weight that all keys leave goes to the token's own value.
 
     Returns:

@@ -27,8 +27,8 @@ def view(pe: PositionEncoding, **changes: Any) -> PositionEncoding:
 def with_parameters_of(encodings: Encodings, owners: Encodings) -> Encodings:
     """`encodings`, given the very parameters of `owners`, layer by layer: those of a stage, or of another reading."""
     for pe, owner in zip(encodings, owners, strict=True):
-        assert dict(pe.named_parameters()).keys() == dict(owner.named_parameters()).keys()
         for name, parameter in owner.named_parameters():
+            assert pe.get_parameter(name).shape == parameter.shape
             path, _, leaf = name.rpartition(".")  # of a submodule, "" for the encoding itself
             setattr(pe.get_submodule(path), leaf, parameter)
     return encodings
@@ -60,10 +60,8 @@ def metrics_of(encodings: Encodings) -> dict[str, Tensor]:
 
 def scales_of(encodings: Encodings) -> tuple[float, ...]:
     """The scales to evaluate at; the first is the one that they train at. (1.0,) without a scaled encoding."""
-    for pe in encodings:
-        if len(pe.scales) > 1:
-            return pe.scales
-    return encodings[0].scales
+    # A scaled encoding may have one scale only, where train_len is beyond its original_len.
+    return max((pe.scales for pe in encodings), key=lambda scales: (len(scales), scales != (1.0,)))
 
 
 def at_scale(encodings: Encodings, scale: float, train_len: int) -> Encodings:

@@ -230,7 +230,3 @@ class SinksWindow(HardWindow):
     def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
         # The first tokens are in zone 0 as long as they are in the window, then in zone 1. Others have HardWindow's.
         return torch.where(j < self.sinks, (i - j >= self.near_window).long(), super().zone(i, j, length))
-
-    def runs(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
-        kept = (torch.zeros_like(i), (i - self.near_window).clamp(max=self.sinks - 1))
-        return [*super().runs(i, length), kept]  # type: ignore[misc]

@@ -4,6 +4,7 @@ import time
 from typing import TYPE_CHECKING
 
 from model.size import flops_per_token
+from ropewalk.evaluation import loop
 
 if TYPE_CHECKING:
     from train import Training
@@ -27,12 +28,13 @@ def forecast(training: "Training") -> list[str]:
     seconds = (time.perf_counter() - started) / _STEPS
 
     # Reading takes a third of the operations of training on it.
-    operations = cfg.step_tokens * flops_per_token(training.net, cfg.train_len)
-    readings = 1 + len(cfg.eval.variants or [])
-    tokens = readings * cfg.eval.sequences * sum(cfg.lengths)
-    of_length = [length * flops_per_token(training.net, length) / 3 for length in cfg.lengths]
-    evaluation = seconds * readings * cfg.eval.sequences * sum(of_length) / operations
+    net = training.net
+    jobs = [job for plan in loop.plans(training.data, cfg) for job in plan.jobs]
+    readings = len(loop.readings(net, cfg, training.hardware))
+    operations = readings * sum(job.tokens * flops_per_token(net, job.length) for job in jobs) / 3
+    evaluation = seconds * operations / (cfg.step_tokens * flops_per_token(net, cfg.train_len))
+    tokens = readings * sum(job.tokens for job in jobs)
     return [
         f"a step takes {seconds:.3g} s, {steps} of them about {steps * seconds / 60:.1f} minutes",
-        f"eval.lengths, readings: {readings}; {tokens:,} tokens, about {evaluation / 60:.1f} minutes",
+        f"evaluation, readings: {readings}; {tokens:,} tokens, about {evaluation / 60:.1f} minutes",
     ]

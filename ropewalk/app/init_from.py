@@ -11,9 +11,10 @@ from conf.schema import Config, ConfigError
 from data.base import build_data
 from model import serialization
 from model.gpt import GPT
+from ropewalk import hf
 from ropewalk.app.cli import composed, encoding, plain, quoted, recompose
-from ropewalk.app.resolve import check, load_config, resolve, with_variants
-from ropewalk.app.run_dir import RunDir, data_options, find
+from ropewalk.app.resolve import check, check_cost, load_config, resolve, with_variants
+from ropewalk.app.run_dir import RunDir, data_options, find, read_environment
 from ropewalk.app.trained import (
     Options,
     base_model,
@@ -24,6 +25,7 @@ from ropewalk.app.trained import (
     variants,
     vocab_size,
 )
+from ropewalk.files import read_json
 from ropewalk.training import checkpoints
 
 _OF_TRAINING = ("dropout", "init_std")  # of the architecture: another value fits the same weights
@@ -58,9 +60,7 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
     values["pe"] = encoding(values["pe"])
     if not values["init_partial"]:
         _check_fit(source, base, values)
-    seed = f"-s{values['seed']}" if values["seed"] else ""
-    name = f"{Path(source).name}-{values['pe'].get('name')}-{values['train_len']}{seed}"
-    return values | {"name": values["name"] or name}
+    return values
 
 
 def _tokenizer_of(source: str, data: Options) -> dict[str, Any]:
@@ -91,6 +91,7 @@ def evaluation(path: Path, pe: Options | None) -> Config:
     reader = chosen_reader(trained, pe)
     asked = recompose({"eval": values["eval"]}, {})
     cfg = check(values | {"eval": asked["eval"], "runs_dir": str(path.parent), "name": path.name})
+    check_cost(cfg)
     wanted = [reader] if reader else cfg.eval.variants or []
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
 
@@ -117,6 +118,8 @@ def opened(run: str | Path, cache_dir: str = "prepared", step: int | None = None
         base = base_model(source)
         options = [f"init_from={quoted(source)}", f"train_len={base['train_len']}", "trainer.max_steps=0"]
         directory = RunDir(resolve(train_values(*options, f"data.cache_dir={quoted(cache_dir)}")))
+        made_of = hf.read_model(source).identity()
+        length = base["original_len"]
         fill: Callable[[GPT], Any] = partial(load_weights, base=base, partial=False)
     else:
         path = find(source)
@@ -129,10 +132,15 @@ def opened(run: str | Path, cache_dir: str = "prepared", step: int | None = None
         cfg = load_config(path)
         base = base_model(cfg.init_from)
         directory = RunDir(_of_checkpoint(cfg, path, step, cache_dir))
+        made_of = read_environment(path).run_id
+        length = original_len(cfg, base)
         fill = partial(_load_checkpoint, path / "checkpoints", step)
     directory.check()
     if not (directory.path / serialization.DESCRIPTION).is_file():
-        _import_model(directory, base, fill)
+        _import_model(directory, base, fill, made_of, length)
+    # Older versions did not write it.
+    elif read_json(directory.path / "data.json").get("made_of", made_of) != made_of:
+        raise ConfigError(f"{directory.path} holds earlier weights of {source}: rename or delete it, and try again")
     print(f"{directory.cfg.init_from} is the run {directory.path}")
     return directory.path
 
@@ -150,8 +158,13 @@ def _load_checkpoint(folder: Path, step: int, net: GPT) -> None:
     checkpoints.resume(folder, net, torch.optim.AdamW(net.parameters()), only=step)
 
 
-def _import_model(directory: RunDir, base: Options, fill: Callable[[GPT], Any]) -> None:
-    """Make a run of 0 steps of the weights that `fill` gives a network, which began with the model `base`, if any."""
+def _import_model(directory: RunDir, base: Options, fill: Callable[[GPT], Any], made_of: str, length: int) -> None:
+    """Make a run of 0 steps of the weights that `fill` gives a network, which began with the model `base`, if any.
+
+    Args:
+        made_of: what the weights are, to tell them from later ones under the same name.
+        length: their `original_len`.
+    """
     cfg = directory.cfg
     data = build_data(cfg.data)
     net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size(data, base), train_len=cfg.train_len)
@@ -159,6 +172,5 @@ def _import_model(directory: RunDir, base: Options, fill: Callable[[GPT], Any]) 
     data.prepare(progress=True)
     identity = data.identity()
     with directory.lock():
-        directory.create(identity, data.tokenizer_files())
-        length = original_len(cfg, base)
+        directory.create(identity | {"made_of": made_of}, data.tokenizer_files())
         serialization.save(net, directory.path, pe=cfg.pe, tokenizer=identity, original_len=length)

@@ -22,8 +22,9 @@ from conf.schema import Config, ConfigError
 from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, hydra_main, plain, quoted
 from ropewalk.app.explain import explain
 from ropewalk.app.init_from import merged
-from ropewalk.app.resolve import resolve, warn
+from ropewalk.app.resolve import check_cost, resolve, warn
 from ropewalk.app.run_dir import RunDir, find
+from ropewalk.evaluation.loop import is_measured
 from ropewalk.training.distributed import die_with_parent, env_rank, started_by
 from ropewalk.training.hardware import reset_peak_memory
 
@@ -36,6 +37,7 @@ def configure(config: DictConfig) -> Config:
     Prints warnings about doubtful choices. Raises ValueError: a line for each mistake.
     """
     cfg = resolve(merged(plain(config)))
+    check_cost(cfg)
     if env_rank() == 0:
         experiment = config.hydra.runtime.choices["experiment"]
         if experiment:
@@ -95,7 +97,7 @@ class Jobs:
         overrides = [*section.overrides.task]
         if self.runs:
             run = self.runs[section.job.num]
-            if run.complete:
+            if run.complete and is_measured(run.path, run.cfg):
                 return None
             label = f"[{number}/{len(self.runs)}] {run.path.name}"
             overrides.append(f"name={quoted(run.path.name)}")
@@ -190,6 +192,7 @@ def _checked(name: str, overrides: Sequence[str], label: str) -> Config:
     try:
         with composed(name, *overrides) as config:
             cfg = resolve(merged(plain(config)))
+            check_cost(cfg)
             starts_several = config.hydra.launcher.get("tasks_per_node", 1) > 1
     except ERRORS as error:
         raise ConfigError(f"{label}: {explain(error)}".removeprefix(": ")) from None
@@ -211,5 +214,4 @@ def _with_name(cfg: Config, varying: Sequence[str]) -> Config:
         key, _, value = option.partition("=")
         if key != "seed" and value not in words:
             words.append(option)
-    name = "-".join(words).replace("/", "_") + seed
-    return cfg.model_copy(update={"name": name})
+    return cfg.model_copy(update={"name": "-".join(words).replace("/", "_") + seed})

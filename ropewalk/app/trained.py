@@ -153,9 +153,13 @@ def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = Fal
     options, net = resolve_encoding(pe, model, length)
     family, old_family = family_of(net.encodings), family_of(old_net.encodings)
     unread = [new for old, new in zip(old_net.encodings, net.encodings, strict=True) if new.family != old.family]
+    # Options decide the shapes of parameters, and whether layers share them.
+    shapes, old_shapes = ({name: p.shape for name, p in of.named_parameters()} for of in (net, old_net))
     # Nothing that was trained may be lost by it.
-    drops = all(pe.family == NO_ENCODING for pe in unread) and net.state_dict().keys() == old_net.state_dict().keys()
-    if old_family != family and not (dropping and drops):
+    drops = all(pe.family == NO_ENCODING for pe in unread) and shapes.keys() == old_shapes.keys()
+    if (family, shapes) != (old_family, old_shapes) and not (dropping and drops):
         theirs = f"{trained['pe']['name']} ({old_family})"
+        if family == old_family:
+            theirs += ", whose parameters have other shapes"
         raise ConfigError(f"pe={pe['name']} ({family}) cannot read weights trained with {theirs}; {remedy}")
     return options

@@ -52,13 +52,17 @@ def validate(
 
 @distributed.rank_zero_only
 def is_measured(run: Path, cfg: Config) -> bool:
-    """Return whether a complete run has results of `lengths` at these lengths, for its encoding and every variant."""
-    asked = length_settings(cfg).items()
-    measured = []
-    for e in load_all(run):
-        if e.kind == "lengths" and e.step == cfg.trainer.max_steps and asked <= e.eval.items():
-            measured.append(e.variant.pe)
-    return all(pe in measured for pe in [cfg.pe, *(cfg.eval.variants or [])])
+    """Return whether a complete run has all results that `cfg.eval` asks for, of its encoding and every variant."""
+    final = [e for e in load_all(run) if e.step == cfg.trainer.max_steps]
+    asked = {"lengths": length_settings(cfg)}
+    longest = {"length": max(cfg.lengths), "sequences": cfg.eval.sequences}
+    is_text = not any(e.task for e in final)
+    if cfg.eval.by_position and is_text:
+        asked["by_position"] = longest
+    if cfg.eval.far_copies and is_text and max(cfg.lengths) > cfg.train_len:
+        asked["far_copies"] = longest
+    found = [(e.kind, e.variant.pe) for e in final if asked.get(e.kind, {"": None}).items() <= e.eval.items()]
+    return all((kind, pe) in found for kind in asked for pe in [cfg.pe, *(cfg.eval.variants or [])])
 
 
 # The measures of the core, by the names that `eval` and `measures` have for them.
@@ -96,7 +100,7 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
     return made
 
 
-def _variants(net: GPT, cfg: Config, hardware: Hardware) -> Readings:
+def readings(net: GPT, cfg: Config, hardware: Hardware) -> Readings:
     """Return the encodings of `net` at each of their scales, then those of `eval.variants`, each at its largest."""
     trained_scale, *other_scales = scales_of(net.encodings)
     result: Readings = [(_variant(cfg.pe, trained_scale, net.encodings, zero_shot=False), net.encodings)]
@@ -125,7 +129,7 @@ def _encodings(net: GPT, pe: dict[str, Any], train_len: int, hardware: Hardware)
 
 def _variants_of_start(net: GPT, cfg: Config, base: Mapping[str, Any], hardware: Hardware) -> Readings:
     """Return how the model `base` reads, and the encodings of `net`, which are to learn from its weights."""
-    own, *_ = _variants(net, cfg, hardware)
+    own, *_ = readings(net, cfg, hardware)
     if base["pe"] == cfg.pe:
         return [own]
     encodings = _encodings(net, base["pe"], base["train_len"], hardware)
@@ -162,7 +166,7 @@ def rehearse(net: GPT, data: Data, cfg: Config, *, hardware: Hardware, reader: R
     """
     measures = plans(data, cfg)
     with evaluating(net):
-        for _, encodings in _variants(net, cfg, hardware):
+        for _, encodings in readings(net, cfg, hardware):
             score = Scorer(net, encodings, reader, data.token_bytes, hardware.autocast, limit=1)
             for plan in measures:
                 _run(plan, score)
@@ -189,7 +193,7 @@ def measure(
         existing = distributed.on_rank_zero(lambda: load_all(run))
     measures = plans(data, cfg) if measures is None else measures
     reader = reader or Reader(data.document_end)
-    variants = _variants(net, cfg, hardware) if variants is None else variants
+    variants = readings(net, cfg, hardware) if variants is None else variants
     origin = provenance(device=hardware.device, precision=hardware.precision)
     about: dict[str, Any] = {"run": run.name, "run_id": run_id, "seed": cfg.seed, "task": data.task, "step": step}
     about["train_len"] = train_len or cfg.train_len

@@ -216,18 +216,3 @@ def tied(behind: Sequence[Estimate | None]) -> list[bool]:
 def upper_bound(e: Estimate) -> float:
     """Return the upper end of the one-sided 95 % interval."""
     return e.value + float(stdtrit(e.freedom, 0.95)) * e.error
-
-
-class Learned(NamedTuple):
-    """The error on a task over seeds, some of which may not have learned it, so that a mean would describe none."""
-
-    median: float  # over the seeds that learned; over all if none has
-    learned: int
-    seeds: int
-
-
-def of_learned(values: Mapping[int, float], learned: set[int]) -> Learned:
-    """Return the median of `values`, by seed, over those that `learned`."""
-    chosen = [value for seed, value in values.items() if seed in learned]
-    median = float(np.median(chosen or list(values.values())))
-    return Learned(median, len(chosen), len(values))

@@ -187,9 +187,11 @@ def _values(cfg: GPTConfig, encodings: list[PositionEncoding]) -> dict[str, list
         "model.dim % n_head": [cfg.dim % cfg.n_head],
     }
     of_layers |= {f"model.{key}": [value] for key, value in cfg}
-    # As many key heads as heads are the default, written out.
+    # As many key heads as heads, and heads that share the width, are the defaults, written out.
     if cfg.kv_heads == cfg.n_head:
         of_layers["model.n_kv_head"] = [None]
+    if cfg.head_width * cfg.n_head == cfg.dim:
+        of_layers["model.head_dim"] = [None]
     return {key: list(dict.fromkeys(values)) for key, values in of_layers.items()}
 
 

@@ -1,5 +1,6 @@
 """Reading models of transformers into our network."""
 
+import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,12 @@ class Pretrained:
             "train_len": self.config.max_position_embeddings,
             "original_len": self.config.max_position_embeddings,
         }
+
+    def identity(self) -> str:
+        """Return a hash that changes with the files of the weights, by their sizes and times."""
+        files = [(path.name, path.stat()) for path in sorted(self.folder.glob("*.safetensors"))]
+        stats = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+        return hashlib.sha256(str(stats).encode()).hexdigest()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the weights under the names of our network, fp32.

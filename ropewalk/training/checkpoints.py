@@ -127,8 +127,9 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, only: int |
 def take_over(base: Path, net: GPT, optimizer: torch.optim.Optimizer) -> None:
     """Load weights and optimizer state of the newest checkpoint of another run. ValueError if it has none."""
     # The weights too: the moments belong to those of the checkpoint.
-    if not resume(base / "checkpoints", net, optimizer).step:
+    if not steps_in(base / "checkpoints"):
         raise ValueError(f"init_optimizer=true needs a checkpoint, and {base} has none: leave it out")
+    resume(base / "checkpoints", net, optimizer)
 
 
 @rank_zero_only
@@ -144,7 +145,8 @@ def _newest(folder: Path, shapes: dict[str, torch.Size], only: int | None) -> in
             reason = (str(error) or type(error).__name__).splitlines()[0]
             print(printable(f"{path} is damaged ({reason}): looking for one before"), file=sys.stderr)
     if steps:
-        raise ValueError(f"no checkpoint in {folder} can be read: restore one, or delete the run and train anew")
+        remedy = "restore one, or delete the run and train anew; for init_optimizer=true, leave that out"
+        raise ValueError(f"no checkpoint in {folder} can be read: {remedy}")
     return None
 
 

@@ -31,13 +31,13 @@ class Hardware:
     """Device and arithmetic of a run."""
 
     device: str  # cpu, cuda or mps
-    precision: str  # 32-true, bf16-mixed or bf16-true; 64 to check the others
+    precision: str  # 32-true, bf16-mixed or bf16-true
     compile: bool
     kernels: bool = False  # attention may use kernels, where they prove right: see `plugins.kernels`
 
     @classmethod
     def resolve(
-        cls, *, accelerator: str, precision: str | int, compile: bool | str = False, kernels: bool | str = False
+        cls, *, accelerator: str, precision: str, compile: bool | str = False, kernels: bool | str = False
     ) -> "Hardware":
         """Resolve every "auto" for this machine.
 
@@ -68,7 +68,7 @@ def _device_of(accelerator: str) -> str:
     return device
 
 
-def _precision_of(precision: str | int, device: str) -> str:
+def _precision_of(precision: str, device: str) -> str:
     """The name of a precision; of "auto" bf16-mixed where matrix units compute bf16."""
     if precision == "auto":
         # Elsewhere bf16 is emulated, and slower than fp32.
@@ -77,7 +77,7 @@ def _precision_of(precision: str | int, device: str) -> str:
         else:
             has_bf16_units = device == "cpu" and torch.cpu._is_amx_tile_supported()
         return "bf16-mixed" if has_bf16_units else "32-true"
-    return "32-true" if precision == 32 else str(precision)
+    return precision
 
 
 def kernel_problem(device: str, precision: str) -> str:

@@ -1,1 +1,1 @@
-"""The measures: losses by length, far copies, reach, RULER."""
+"""The measures: losses by length and by position, far copies. Reach and RULER are in the lab."""

@@ -57,6 +57,7 @@ def judged(rng: np.random.Generator, entrant: Entrant, beside: Entrant | None, *
         mine, *of_holder = (first(measured, FEW) for measured in (mine, *of_holder))
     values = {
         "entry": entrant.name,
+        "number": 1,
         "encoding": "simulated",
         "source": "",
         "commit": entrant.name,
@@ -142,6 +143,17 @@ def test_what_cannot_be_a_record_says_why(options, reason):
     assert not row.is_record
     assert not row.broken
     assert reason in row.short_of[0]
+
+
+def test_a_later_entry_does_not_come_before_a_record_whatever_its_name():
+    rows = board(0, 0.0, 60.0)
+    assert rules.holder_of(rows) == "01"
+
+    late = rows[1].verdict.model_copy(update={"entry": "00-late", "number": 2, "measured": rows[0].verdict.measured})
+    again = rules.standings([late, *(row.verdict for row in rows)])
+
+    assert [row.verdict.entry for row in again] == ["00", "01", "00-late"]
+    assert rules.holder_of(again) == "01"
 
 
 def blind_copier(length: int, seed: int, texts: int = 64) -> float:

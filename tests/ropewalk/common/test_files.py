@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -22,21 +21,12 @@ def page(tmp_path):
     assert os.listdir(tmp_path) == ["page.html"]
 
 
-def write_pages(path, number):
-    for _ in range(20):
-        write_text(path, f"{number}" * 100_000)
-
-
-def test_several_programs_may_write_one_file(page):
-    """The file is always one of theirs, and whole."""
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=write_pages, args=(page, number)) for number in range(3)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
-    assert page.read_text() in {f"{number}" * 100_000 for number in range(3)}
+def test_of_two_who_write_a_file_at_once_the_last_to_end_has_written_it(page):
+    with atomic_write(page) as first:
+        first.write(b"first, and longer")
+        write_text(page, "second")
+        assert page.read_text() == "second"
+    assert page.read_text() == "first, and longer"
 
 
 def test_an_error_leaves_the_old_file_and_nothing_else(page):
@@ -44,11 +34,6 @@ def test_an_error_leaves_the_old_file_and_nothing_else(page):
         file.write(b"new")
         raise RuntimeError("lost")
     assert page.read_text() == "old"
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path):
-    with pytest.raises(OSError, match=r"cannot write .*missing/page\.html"):
-        write_text(tmp_path / "missing" / "page.html", "text")
 
 
 @pytest.mark.parametrize("opener", [open, gzip.open])
@@ -65,11 +50,13 @@ def test_a_device_or_pipe_is_never_replaced(tmp_path):
     """As root `out=/dev/null` would make it a plain file for the whole machine."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
+
     with pytest.raises(ValueError, match="pipe is a device, a pipe or a socket"):
         write_text(pipe, "text")
 
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     write_out(pipe, b"text")
+
     assert os.read(reader, 100) == b"text"
 
     os.close(reader)
@@ -91,8 +78,11 @@ def test_a_link_of_anybody_else_is_replaced_and_not_followed(page, tmp_path_fact
     assert far.read_text() == "old"
 
 
+SIMPLE = st.none() | st.integers() | st.floats() | st.text()
+
+
 @settings(max_examples=30)
-@given(st.dictionaries(st.text(), st.none() | st.integers() | st.floats() | st.text() | st.lists(st.booleans())))
+@given(st.dictionaries(st.text(), SIMPLE | st.lists(st.booleans())))
 def test_sealed_values_come_back_from_json_and_changed_ones_do_not(values):
     values.pop("checksum", None)
     stored = json.loads(json.dumps(sealed(values)))

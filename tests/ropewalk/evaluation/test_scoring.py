@@ -14,7 +14,8 @@ from ropewalk.evaluation import scoring
 from ropewalk.evaluation.scoring import Scorer
 
 TOKEN_BYTES = torch.arange(50) % 4
-DATA = Texts(np.random.default_rng(0).integers(0, 50, (5, 129)))
+TOKENS = np.random.default_rng(0).integers(0, 50, (5, 129))
+DATA = Texts(TOKENS)
 
 
 def brute_force(net, part):
@@ -26,13 +27,16 @@ def brute_force(net, part):
         probabilities = net(x)[0, :, : net.vocab_size].softmax(-1)
         for p, target in zip(probabilities, y[0].tolist(), strict=True):
             if target != IGNORE_INDEX and TOKEN_BYTES[target]:
+                nats = -math.log(p[target])
+                size = int(TOKEN_BYTES[target])
                 is_wrong = bool(p[target] < p.max())
-                sums[:, i] += (-math.log(p[target]), 1, int(TOKEN_BYTES[target]), is_wrong)
+                sums[:, i] += (nats, 1, size, is_wrong)
     return sums
 
 
 @pytest.mark.parametrize("encoding", ["rope", "cope", "fox"])
 def test_sums_equal_brute_force(encoding):
+    """Over the tokens with bytes, which are in group 0."""
     part = DATA.part(24, 7)
     sums = Scorer(build_gpt(encoding), token_bytes=TOKEN_BYTES)(part)
     nats, *counts = brute_force(build_gpt(encoding), part)
@@ -43,30 +47,36 @@ def test_sums_equal_brute_force(encoding):
 
 @pytest.mark.parametrize("budget", [1, 70, 4096])
 def test_batches_and_pieces_of_logits_change_nothing(monkeypatch, budget):
+    """Batches of one text of 32 tokens, of two, of all; and logits of 400 numbers, eight tokens, at a time."""
     net = build_gpt("rope")
     part = DATA.part(32, 20)
     whole = Scorer(net, token_bytes=TOKEN_BYTES)(part)
     monkeypatch.setattr(gpt, "MAX_LOGITS", 400)
     monkeypatch.setitem(scoring.BATCH_TOKENS, "cpu", budget)
     in_pieces = Scorer(net, token_bytes=TOKEN_BYTES)(part)
+
     np.testing.assert_allclose(in_pieces.nats, whole.nats, rtol=1e-6)
 
 
 def test_texts_grouped_in_two_ways_are_read_once():
     net = Planted(lambda seen: np.full(50, 1 / 50))
     part = DATA.part(32, 32)
-    position = torch.arange(32)
     score = Scorer(net, token_bytes=TOKEN_BYTES)
-    # Two of three tokens by turns come first (-1 is not scored): the thirds need losses that these did not.
-    for groups, sizes in ((position % 3 - 1, [11, 10]), (position // 12, [12, 12, 8])):
+    position = torch.arange(32)
+    thirds = position % 3 - 1  # -1 is not scored
+    twelves = position // 12  # they need losses that the thirds did not
+    for groups, sizes in ((thirds, [11, 10]), (twelves, [12, 12, 8])):
         sums = score(part, groups.expand(5, 32), len(sizes))
         assert sums.tokens.tolist() == [sizes] * 5
         np.testing.assert_allclose(sums.nats, math.log(50) * sums.tokens, rtol=1e-5)
+
     assert len(net.read) == 5
 
 
 def test_dropout_is_off_and_the_mode_kept():
+    """Scoring between two steps must not change how the next one trains."""
     net = build_gpt("rope", dropout=0.5).train()
     part = DATA.part(16, 16)
-    np.testing.assert_array_equal(Scorer(net)(part).nats, Scorer(net)(part).nats)
+    score = Scorer(net)
+    np.testing.assert_array_equal(score(part).nats, score(part).nats)
     assert net.training

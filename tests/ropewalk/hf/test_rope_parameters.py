@@ -17,16 +17,22 @@ ROPES = {
     "linear": [{"factor": 4.0}, {"factor": 1.0}],
     "dynamic": [{"factor": 4.0}, {"factor": 1.0}],
     "yarn": [
-        YARN, {"factor": None, ORIGINAL: TOKENS // 2}, {"factor": 1.0, "attention_factor": 1.0},
-        YARN | {"truncate": False}, YARN | {"truncate": None, "finetuned": True}, YARN | {"attention_factor": 1.5},
-        YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, YARN | {"mscale": 1.0, "mscale_all_dim": 0.0, "beta_slow": 0},
+        YARN,
+        {"factor": None, ORIGINAL: TOKENS // 2},
+        {"factor": 1.0, "attention_factor": 1.0},
+        YARN | {"truncate": False},
+        YARN | {"truncate": None, "finetuned": True},
+        YARN | {"attention_factor": 1.5},
+        YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+        YARN | {"mscale": 1.0, "mscale_all_dim": 0.0, "beta_slow": 0},
     ],
     "llama3": [LLAMA3, LLAMA3 | {ORIGINAL: TOKENS // 4}],
     "longrope": [LONG, LONG | {"attention_factor": 1.0}, LONG | {"factor": None, ORIGINAL: TOKENS // 4}],
     "proportional": [{"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.75, "factor": 2.0}],
-}  # fmt: skip
-VARIANTS = [(kind, i, "new") for kind, variants in ROPES.items() for i in range(len(variants))]
-VARIANTS += [(kind, 0, "old") for kind in ROPES]
+}
+VARIANTS = [(kind, 0, "old") for kind in ROPES]
+for kind, variants in ROPES.items():
+    VARIANTS += [(kind, i, "new") for i in range(len(variants))]
 
 
 def hf_rope(kind: str, variant: int = 0):
@@ -37,24 +43,32 @@ def hf_rope(kind: str, variant: int = 0):
 def to_old_style(folder) -> None:
     """`rope_theta` and `rope_scaling` with a `type`, as transformers wrote them before version 5."""
     rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
-    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
-    scaling = None if kind == "default" else rope | {"type": kind}
+    theta = rope.pop("rope_theta")
+    rope["type"] = rope.pop("rope_type")
+    scaling = None if rope["type"] == "default" else rope
     edit(folder, rope_parameters=..., rope_theta=theta, rope_scaling=scaling)
 
 
 def test_transformers_has_no_other_rope_type():
+    """A new one must be read, or refused, before its models are."""
     assert set(ROPES) == {"default", *ROPE_INIT_FUNCTIONS}
 
 
 @pytest.mark.parametrize(("kind", "variant", "style"), VARIANTS)
 def test_every_rope_type_is_read_and_written(kind, variant, style, tmp_path):
+    """At lengths within and beyond both the original length and that of the model."""
     model = hf_rope(kind, variant)
     model.save_pretrained(tmp_path / "in")
     if style == "old":
         to_old_style(tmp_path / "in")
-    said, original = read_model(tmp_path / "in").describe(), ROPES[kind][variant].get(ORIGINAL, TOKENS)
-    assert (said["train_len"], said["pe"].get("original_len", TOKENS)) == (TOKENS, original)
-    assert_both_ways(model, tmp_path / "in", sorted({original, 2 * original, TOKENS, 2 * TOKENS}))
+    said = read_model(tmp_path / "in").describe()
+    original = ROPES[kind][variant].get(ORIGINAL, TOKENS)
+
+    assert said["train_len"] == TOKENS
+    assert said["pe"].get("original_len", TOKENS) == original
+
+    lengths = {original, 2 * original, TOKENS, 2 * TOKENS}
+    assert_both_ways(model, tmp_path / "in", sorted(lengths))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +87,7 @@ def test_every_rope_type_is_read_and_written(kind, variant, style, tmp_path):
 )
 def test_settings_without_a_counterpart_are_refused_by_name(kind, changes, message, tmp_path):
     hf_rope(kind).config.save_pretrained(tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())["rope_parameters"] | changes
-    edit(tmp_path, rope_parameters={key: value for key, value in said.items() if value is not ...})
+    rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"] | changes
+    edit(tmp_path, rope_parameters={key: value for key, value in rope.items() if value is not ...})
     with pytest.raises(ValueError, match=message):
         read_model(tmp_path)

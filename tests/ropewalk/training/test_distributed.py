@@ -13,7 +13,14 @@ BATCH = RESERVED | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "
 STEP = BATCH | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3"}
 
 
-@pytest.mark.parametrize(("variables", "processes", "rank"), [(RESERVED, 1, 0), (BATCH, 1, 0), (STEP, 4, 3)])
+@pytest.mark.parametrize(
+    ("variables", "processes", "rank"),
+    [
+        (RESERVED, 1, 0),
+        (BATCH, 1, 0),
+        (STEP, 4, 3),
+    ],
+)
 def test_slurm_starts_processes_by_srun_alone(monkeypatch, variables, processes, rank):
     """In a shell of salloc and in a batch script python is one process, whatever is reserved."""
     for name, value in variables.items():
@@ -22,18 +29,20 @@ def test_slurm_starts_processes_by_srun_alone(monkeypatch, variables, processes,
     assert env_rank() == rank
 
 
-@pytest.mark.parametrize("variables", [RESERVED, BATCH])
-def test_a_run_in_a_reservation(train, monkeypatch, variables):
-    for name, value in variables.items():
+def test_a_run_in_a_reservation(train, monkeypatch):
+    """Fabric must not wait there for processes that nobody starts."""
+    for name, value in BATCH.items():
         monkeypatch.setenv(name, value)
     outcome = train("pe=rope", "trainer.max_steps=1", "eval.lengths=[1]", "eval.variants=[]")
     assert outcome.code == 0, outcome.err
 
 
 def test_a_plan_knows_the_encodings_of_all_steps():
+    """With a short window or not, in the stage or after it."""
     cfg = check(train_values("pe=rope", "stages=[{steps: 9, train_len: 8}]", "pe.window=8", "trainer.short_window=4"))
     net = GPT(cfg.model, cfg.pe, vocab_size=9, train_len=cfg.train_len)
     plan = Plan(cfg, net)
     used = {pe for step in range(1, 40) for pe in plan.at(step)}
+
     assert used == set(plan.encodings)
-    assert len(used) == 4  # with a short window or not, in the stage or after it
+    assert len(used) == 4

@@ -14,13 +14,16 @@ from ropewalk.training.hardware import Hardware
 def test_determinism_is_asked_of_pytorch_for_one_run_of_a_sweep():
     hardware.tune("cuda", deterministic=True)
     assert torch.are_deterministic_algorithms_enabled()
+
     hardware.tune("cuda")
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_what_is_asked_for_and_cannot_be_had_is_an_error():
+    """And "auto" takes what there is."""
     with pytest.raises(ValueError, match=r"accelerator cuda is not available here; choose auto or: .*cpu"):
         Hardware.resolve(accelerator="cuda", precision="auto")
+
     options = dict(accelerator="cpu", precision="bf16-mixed")
     assert not Hardware.resolve(**options, kernels="auto").kernels
     with pytest.raises(ValueError, match=r"trainer\.kernels=true: they need CUDA, and the device is cpu; choose auto"):
@@ -39,8 +42,9 @@ def activations_of(net, run):
     idx = torch.arange(4096).view(16, 256) % 16
     with run.autocast(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         net(idx, targets=idx)
-    of_parameters = {p.untyped_storage().data_ptr() for p in net.parameters()}
-    return sum(size for address, size in sizes.items() if address not in of_parameters)
+    for p in net.parameters():
+        sizes.pop(p.untyped_storage().data_ptr(), None)
+    return sum(sizes.values())
 
 
 @pytest.mark.parametrize("options", [{}, {"mlp": "swiglu", "n_kv_head": 1}, {"n_layer": 8, "dim": 32}])
@@ -52,12 +56,13 @@ def test_the_estimate_of_memory_is_a_lower_bound(monkeypatch, options, precision
     run = Hardware("cpu", precision, compile=False)
     parameters = n_parameters(net)["total"]
     taken = 12 * parameters + max(4 * parameters, activations_of(net, run))
-    sizes = "train_len=256", "trainer.batch_size=16", "trainer.devices=1", f"trainer.checkpointing={checkpointing}"
+    sizes = ["train_len=256", "trainer.batch_size=16", "trainer.devices=1", f"trainer.checkpointing={checkpointing}"]
     cfg = check(train_values(*sizes)).model_copy(update={"model": net.cfg})
 
     monkeypatch.setattr(hardware, "memory_limit", lambda: taken)
     hardware.check_memory(cfg, run, parameters=parameters)
     monkeypatch.setattr(hardware, "memory_limit", lambda: taken // 4)
+
     with pytest.raises(ValueError, match="not enough memory"):
         hardware.check_memory(cfg, run, parameters=parameters)
 
@@ -66,9 +71,9 @@ def test_the_limit_of_a_container_or_of_the_shell_is_known(monkeypatch, tmp_path
     """A control group's and RLIMIT_AS count where they are below the machine's memory."""
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(hardware, "CONTAINER_LIMIT", limit)
-    whole = hardware.memory_limit()
     limit.write_text("max\n")
-    assert hardware.memory_limit() == whole
+
+    assert hardware.memory_limit() > 2**30
 
     limit.write_text(f"{2**30}\n")
     assert hardware.memory_limit() == 2**30

@@ -1,7 +1,5 @@
 """The optimizer's groups, its schedule, and clipping, against PyTorch's own."""
 
-import math
-
 import pytest
 import torch
 from conftest import build_gpt
@@ -10,41 +8,47 @@ from conf.schema import Optim
 from ropewalk.training.optimizer import clip_gradients, learning_rate, make_optimizer
 
 OPTIM = Optim(
-    lr=0.01, min_lr_ratio=0.1, warmup_steps=3, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=None, decay_share=0.4
-)  # fmt: skip
+    lr=0.01,
+    min_lr_ratio=0.1,
+    warmup_steps=3,
+    weight_decay=0.1,
+    beta1=0.9,
+    beta2=0.95,
+    grad_clip=None,
+    decay_share=0.4,
+    pe_lr_scale=8.0,
+)
 
 
-def of_parameters(optimizer, option):
-    """An option of the optimizer by parameter."""
+def by_name(net, option):
+    """An option of the groups of a network's optimizer, by the name of the parameter."""
     values = {}
-    for group in optimizer.param_groups:
-        values.update(dict.fromkeys(group["params"], group[option]))
-    return values
+    for group in make_optimizer(net, OPTIM).param_groups:
+        values |= dict.fromkeys(group["params"], group[option])
+    return {name: values[p] for name, p in net.named_parameters()}
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_matrices_decay_and_of_encodings_what_they_name(named):
+def test_matrices_decay_and_of_encodings_what_they_name():
     net = build_gpt("cope")
-    first, *others = net.distinct_encodings
-    names = [name for name, _ in first.named_parameters()]
-    first.decayed = tuple(names) if named else ()
-
-    spared = {p for pe in (others if named else [first, *others]) for p in pe.parameters()}
-    expected = {p: 0.1 if p.ndim == 2 and p not in spared else 0.0 for p in net.parameters()}
-    assert of_parameters(make_optimizer(net, OPTIM), "weight_decay") == expected
+    of_first_layer, _ = net.distinct_encodings
+    of_first_layer.decayed = ("table",)
+    decays = by_name(net, "weight_decay")
+    for name, p in net.named_parameters():
+        is_matrix = p.ndim == 2 and name != "blocks.1.position.table"
+        assert decays[name] == (0.1 if is_matrix else 0.0), name
 
 
 def test_encodings_have_a_learning_rate_of_their_own():
-    net = build_gpt("cope")
-    optim = OPTIM.model_copy(update={"pe_lr_scale": 8.0})
-    expected = dict.fromkeys(net.parameters(), 1.0)
-    for pe in net.distinct_encodings:
-        expected.update(dict.fromkeys(pe.parameters(), 8.0))
-    assert of_parameters(make_optimizer(net, optim), "lr_scale") == expected
+    """optim.pe_lr_scale times that of all other parameters."""
+    scales = by_name(build_gpt("cope"), "lr_scale")
+    for layer in (0, 1):
+        assert scales.pop(f"blocks.{layer}.position.table") == 8.0
+    assert set(scales.values()) == {1.0}
 
 
 WARM_UP = [1 / 3, 2 / 3, 1.0]
-COSINE = [0.55 + 0.45 * math.cos(math.pi * i / 6) for i in range(1, 7)]
+ROOT_3 = 0.75**0.5  # cosines of multiples of 30 degrees
+COSINE = [0.55 + 0.45 * cosine for cosine in (ROOT_3, 0.5, 0.0, -0.5, -ROOT_3, -1.0)]
 SCHEDULES = {  # of ten steps, of which three are a warm-up, in shares of the rate, down to a tenth
     "cosine": [*WARM_UP, 1.0, *COSINE],
     "linear": [*WARM_UP, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1],
@@ -68,6 +72,7 @@ def test_a_share_of_nothing_leaves_the_rate_whole_to_the_end():
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9, None])
 def test_clipping_is_pytorchs(max_norm):
+    """It multiplies the gradients as well, here by 3."""
     net = torch.nn.Linear(7, 5)
     theirs = torch.nn.Linear(7, 5)
     for p, q in zip(net.parameters(), theirs.parameters(), strict=True):
@@ -75,7 +80,7 @@ def test_clipping_is_pytorchs(max_norm):
         q.grad = 3 * p.grad
     norm = clip_gradients(net, torch.tensor(3.0), max_norm)
     expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or torch.inf)
-    assert norm == pytest.approx(expected.item(), rel=1e-6)
 
+    assert norm == pytest.approx(expected.item(), rel=1e-6)
     for p, q in zip(net.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)

@@ -1,6 +1,4 @@
-"""FSDP on one process: what autograd keeps; and the batches that ranks share. See also test_processes.py."""
-
-import itertools
+"""FSDP on one process: how much of it is whole at a time. That it computes the same: see test_processes.py."""
 
 import pytest
 import torch
@@ -9,9 +7,11 @@ from conftest import build_gpt
 from torch.distributed.tensor import DTensor
 
 from model.reading import packed
-from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware
-from ropewalk.training.sharding import assign, evaluating, full_tensor, shard
+from ropewalk.training.sharding import assign, full_tensor, shard
+
+BF16 = Hardware.resolve(accelerator="cpu", precision="bf16-mixed")
+FP32 = Hardware.resolve(accelerator="cpu", precision="32-true")
 
 
 @pytest.fixture
@@ -21,70 +21,55 @@ def mesh(tmp_path):
     dist.destroy_process_group()
 
 
-BF16 = Hardware.resolve(accelerator="cpu", precision="bf16-mixed")
-FP32 = Hardware.resolve(accelerator="cpu", precision=32)
-
-
-def copies_of_weights(net, tensors):
-    """Those in bf16 that have the shape of a matrix of a block."""
-    matrices = [p for p in net.blocks.parameters() if p.ndim == 2 and min(p.shape) >= 64]
-    shapes = {shape for p in matrices for shape in (p.shape, p.T.shape)}
-    return [tensor for tensor in tensors if tensor.dtype == torch.bfloat16 and tensor.shape in shapes]
-
-
 def test_no_copy_of_all_weights_stays_alive_and_positions_stay_exact(mesh):
     """In bf16-mixed autograd keeps activations only: no cast weights from forward to backward. Angles are fp32."""
     net = shard(build_gpt("cope_rope", n_layer=4, n_kv_head=4), mesh, BF16).train()
+
     for pe in net.distinct_encodings:
         assert not any(isinstance(parameter, DTensor) for parameter in pe.parameters())
+
     kept = []
     dtypes = []  # of a norm's weights, as under DDP, where autocast casts none, and of angles
-    net.blocks[1].attn_norm.register_forward_pre_hook(lambda module, inputs: dtypes.append(module.weight.dtype))
-    net.blocks[1].attn.register_forward_pre_hook(
-        lambda module, inputs: dtypes.extend(table.dtype for table in inputs[2].tables)
-    )
+
+    def look(attention, inputs):
+        _, _, context = inputs
+        dtypes.extend(table.dtype for table in context.tables)
 
     def keep(tensor):
         kept.append(tensor)
         return tensor
 
+    block = net.blocks[1]
+    block.attn_norm.register_forward_pre_hook(lambda norm, inputs: dtypes.append(norm.weight.dtype))
+    block.attn.register_forward_pre_hook(look)
     idx = torch.arange(8).view(1, 8)
     with BF16.autocast(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = net(idx, targets=idx)
-    assert dtypes == [torch.float32] * 3
-    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in copies_of_weights(net, kept))
 
+    assert dtypes == [torch.float32] * 3
+
+    shapes = set()
+    for p in net.blocks.parameters():
+        if p.ndim == 2 and min(p.shape) >= 64:
+            shapes |= {p.shape, p.T.shape}
+    for tensor in kept:
+        if tensor.dtype == torch.bfloat16 and tensor.shape in shapes:
+            assert tensor.untyped_storage().nbytes() == 0
     loss.backward()
+
     assert isinstance(net.blocks[0].attn.qkv.weight.grad, DTensor)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_sharded_network_is_the_network(mesh, checkpointing):
-    """With documents, hidden states for an evaluation, loss and gradients."""
+def test_with_documents_and_checkpointing_gradients_are_those_of_the_whole_network(mesh):
+    """What test_processes.py trains without."""
     whole = build_gpt("cope_rope", n_layer=4, n_kv_head=4)
-    net = shard(build_gpt("cope_rope", n_layer=4, n_kv_head=4, checkpointing=checkpointing), mesh, FP32).train()
+    net = shard(build_gpt("cope_rope", n_layer=4, n_kv_head=4, checkpointing=True), mesh, FP32).train()
     idx = torch.arange(12).view(2, 6)
-    with torch.no_grad(), evaluating(net):  # before the first step, too
-        torch.testing.assert_close(net.head(net.hidden_states(idx)), whole.head(whole.hidden_states(idx)))
-
     documents = packed(idx, 8)
-    for each in (net, whole):
-        each(idx, documents, targets=idx).backward()
+    net(idx, documents, targets=idx).backward()
+    whole(idx, documents, targets=idx).backward()
     for (name, sharded), parameter in zip(net.named_parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(full_tensor(sharded.grad), parameter.grad, msg=name)
-
-
-@pytest.mark.parametrize(("n", "step", "world"), [(7, 2, 2), (1, 4, 3), (8, 2, 4), (0, 2, 2)])
-def test_ranks_share_the_batches_equally(monkeypatch, n, step, world):
-    monkeypatch.setattr(distributed, "world_size", lambda: world)
-    shares = []
-    for rank in range(world):
-        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        shares.append(distributed.shared_batches(n, step))
-    assert len(set(map(len, shares))) == 1
-
-    starts = [start for start in itertools.chain(*shares) if start is not None]
-    assert sorted(starts) == list(range(0, n, step))
 
 
 @pytest.mark.parametrize("name", ["cope_rope", "fire", "t5"])
@@ -101,10 +86,12 @@ def test_weights_are_initialised_on_their_shard(mesh, name):
         assign(parameter, values)
 
     net.init_weights(0, look)
+
     assert sum(whole_sizes) == sum(p.numel() for p in net.parameters())
     assert net.head.weight is net.embedding.weight
 
     whole = build_gpt(name, tie_embeddings=True)
     whole.init_weights(0)
+
     for (name, sharded), parameter in zip(net.named_parameters(), whole.parameters(), strict=True):
         assert torch.equal(full_tensor(sharded.detach()), parameter), name

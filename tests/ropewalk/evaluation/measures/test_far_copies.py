@@ -12,7 +12,9 @@ from planted import Planted, Texts, results_of
 from ropewalk.evaluation.measures import far_copies
 from ropewalk.evaluation.measures.cut import windows
 
-LENGTH, SHORT, VOCAB = 64, 16, 100
+LENGTH = 64
+SHORT = 16
+VOCAB = 100
 
 
 def brute_force(tokens, n):
@@ -34,14 +36,14 @@ def test_the_finder_equals_brute_force(tokens, n):
 
 def by_tokens_read(seen):
     """Odds with which the loss of each token is the number of tokens that are read, in hundredths, and log(100)."""
-    odds = np.full(VOCAB + 1, np.exp(-len(seen) / 100) / 100)
-    odds[VOCAB] = 1 - odds[:VOCAB].sum()  # no text has this token
-    return odds
+    odds = [np.exp(-len(seen) / 100) / 100] * VOCAB
+    rest = 1 - sum(odds)  # of a token that no text has
+    return [*odds, rest]
 
 
-def tokens_read(nats, targets):
-    """How many tokens were read for so many targets, as these losses tell."""
-    return 100 * (nats - targets * np.log(100))
+def tokens_read(nats):
+    """How many tokens were read for three targets, as their losses tell."""
+    return 100 * (nats - 3 * np.log(100))
 
 
 def test_copies_are_sorted_by_their_distance(monkeypatch):
@@ -52,33 +54,45 @@ def test_copies_are_sorted_by_their_distance(monkeypatch):
     """
     monkeypatch.setattr(far_copies, "MATCH_BYTES", 3)
     rng = np.random.default_rng(0)
-    tokens = np.stack([rng.permutation(VOCAB)[: LENGTH + 1] for _ in range(3)])
+    permutations = rng.permuted([range(VOCAB)] * 3, axis=1)
+    tokens = permutations[:, : LENGTH + 1]
     for row, distance in zip(tokens, (10, 20, 40), strict=True):
         row[-6:] = row[-6 - distance : -distance]
     cfg = SimpleNamespace(lengths=[LENGTH], train_len=SHORT, eval=SimpleNamespace(sequences=9))
-    found = results_of(far_copies.far_copies(Texts(tokens), cfg), Planted(by_tokens_read))
-    assert [(m.span, m.continuation) for m in found] == [((8, 15), "same"), ((16, 31), "same"), ((32, 63), "same")]
+    results = results_of(far_copies.far_copies(Texts(tokens), cfg), Planted(by_tokens_read))
 
-    for text, m in enumerate(found):
-        assert m.tokens == [3 if i == text else 0 for i in range(3)]
-        assert tokens_read(m.nats[text], 3) == pytest.approx(62 + 63 + 64, abs=0.01)
-        assert 3 * SHORT / 2 <= tokens_read(m.baseline_nats[text], 3) <= 3 * SHORT + 0.01
+    assert [m.span for m in results] == [(8, 15), (16, 31), (32, 63)]
+    assert {m.continuation for m in results} == {"same"}
+    for text, m in enumerate(results):
+        assert m.tokens[text] == sum(m.tokens) == 3
+        assert tokens_read(m.nats[text]) == pytest.approx(62 + 63 + 64, abs=0.01)
+        cut = tokens_read(m.baseline_nats[text])
+        assert 3 * SHORT / 2 <= cut <= 3 * SHORT + 0.01
 
 
-@pytest.mark.parametrize(("bytes_per_token", "n"), [(None, 8), (1, 8), (2, 4), (9, 3)])
+@pytest.mark.parametrize(
+    ("bytes_per_token", "n"),
+    [
+        (None, 8),
+        (1, 8),
+        (2, 4),
+        (9, 3),
+    ],
+)
 def test_a_match_has_about_eight_bytes_and_at_least_three_tokens(bytes_per_token, n):
+    """So that copies mean the same whatever the tokenizer; None: it knows no bytes."""
     texts = Texts(np.zeros((2, LENGTH + 1), dtype=np.int64))
     if bytes_per_token:
         texts.token_bytes = torch.tensor([bytes_per_token])
     assert far_copies.match_tokens(texts, texts.part(LENGTH, LENGTH)) == n
 
 
-@given(st.integers(2, 20), st.integers(1, 60))
+@given(short=st.integers(2, 20), more=st.integers(1, 60))
 def test_windows_score_each_target_once_with_at_least_half_of_the_context(short, more):
-    length = short + more
+    """Earlier targets have no more text before them than a window has."""
     scored = []
-    for window, n_scored in windows(length, short):
+    for window, n_scored in windows(short + more, short):
         assert window.stop - window.start == short
         assert n_scored + 1 >= short / 2
         scored += range(window.start + n_scored, window.stop)
-    assert sorted(scored) == list(range(short, length))
+    assert sorted(scored) == list(range(short, short + more))
