@@ -220,7 +220,14 @@ def test_a_line_that_diverged_is_last_and_tied_with_none(tmp_path):
     assert rows["rank"]["alibi"] == 4
 
 
-@pytest.mark.parametrize("changed", [{"bytes": [1] * TEXTS}, {"documents": [n // 2 for n in range(TEXTS)]}, {"nats": None}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"bytes": [1] * TEXTS},
+        {"documents": [n // 2 for n in range(TEXTS)]},
+        {"nats": None},
+    ],
+)
 def test_a_broken_run_breaks_no_report(tmp_path, changed):
     """Damaged, or measured on other texts than the others with these settings; whatever its name is."""
     for pe in ("alibi", "fox", "rope"):
