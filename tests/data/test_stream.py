@@ -87,7 +87,8 @@ def test_validation_has_each_target_once_and_fewer_windows_are_spread_over_it(so
         return starts_of(part.batch(0, part.n), stream)
 
     assert starts(EVERYTHING) == [*range(0, 64 * n, 64)]
-    assert starts(5 * 64 + 10) == [i * n // 5 * 64 for i in range(5)]
+    assert n % 7  # so that the windows are not equally far from each other
+    assert starts(7 * 64 + 10) == [i * n // 7 * 64 for i in range(7)]
     assert starts(1) == [0]
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import pe_options
 from scipy import stats
-from synthetic import DOCUMENTS, TEXTS, edited, evaluate, write_run
+from synthetic import TEXTS, edited, evaluate, write_run
 
 from ropewalk.report import frame, page
 from ropewalk.report.answer import answer
@@ -135,6 +135,8 @@ def test_seeds_of_other_settings_are_other_lines(tmp_path):
         "alibi (init_from y)": 1,
         "cope": 2,
     }
+    rows = measured(tmp_path).reset_index()
+    assert rows.base.equals(rows.line)  # each is compared with itself on the cut text
 
 
 def test_what_only_watches_makes_no_line_and_a_copy_no_seed(tmp_path):
@@ -218,13 +220,23 @@ def test_a_line_that_diverged_is_last_and_tied_with_none(tmp_path):
     assert rows["rank"]["alibi"] == 4
 
 
-@pytest.mark.parametrize("changed", [{"bytes": [1] * TEXTS}, {"documents": [*DOCUMENTS[1:], 12]}, {"nats": None}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"bytes": [1] * TEXTS},
+        {"documents": [n // 2 for n in range(TEXTS)]},
+        {"nats": None},
+    ],
+)
 def test_a_broken_run_breaks_no_report(tmp_path, changed):
     """Damaged, or measured on other texts than the others with these settings; whatever its name is."""
     for pe in ("alibi", "fox", "rope"):
         run = write_run(tmp_path, pe)
-    with edited(run) as values:
-        values["measured"][0].update(changed)
+        with edited(run) as values:
+            first = values["measured"][0]
+            first |= {"bytes": [64] * TEXTS, "documents": [n % 12 for n in range(TEXTS)]}
+            if pe == "rope":
+                first |= changed
     run.rename(os.fsdecode(os.fsencode(tmp_path) + b"/\xff<b>"))
     runs = frame.load(tmp_path)
     assert [reason.startswith("broken:") for _, reason in runs.left_out] == [True]
