@@ -52,6 +52,7 @@ lint: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml requirements-lock.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is %d.%d: name one, as in make train PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@echo "installing PyTorch and what else is needed into $(VENV): gigabytes, which takes minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) ".[test]"
 	touch $@

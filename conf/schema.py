@@ -321,10 +321,7 @@ def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, 
     if detail["type"] == "value_error" and isinstance(value, Mapping):
         return key, str(detail["ctx"]["error"])
     message = detail["msg"].replace("Input should", "it should").removeprefix("Value error, ")
-    ours = answer(key, value)
-    if ours:
-        message += f"; here it is so: {ours}"
-    return key, f"{key}={value!r}: {message}"
+    return key, f"{key}={value!r}: {message}{answer(key, value)}"
 
 
 def _locate(location: Iterable[Any], values: Any) -> tuple[list[str], Any, Any]:
@@ -351,8 +348,7 @@ def _locate(location: Iterable[Any], values: Any) -> tuple[list[str], Any, Any]:
 def unknown_key(key: str, siblings: Iterable[str]) -> str:
     """Return the message about a key that does not exist, with the keys `siblings` that do."""
     parent, dot, word = key.rpartition(".")
-    ours = answer(key)
-    hint = f"; here it is so: {ours}" if ours else nearest(word, siblings, parent + dot)
+    hint = answer(key) or nearest(word, siblings, parent + dot)
     return f"{key}: there is no such key{hint}"
 
 

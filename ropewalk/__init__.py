@@ -40,4 +40,4 @@ def _name_what_hides_ours(error: ImportError) -> None:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return __all__

@@ -13,7 +13,7 @@ import torch
 from pydantic import ConfigDict, Field, ValidationError, validate_call
 from torch import Tensor
 
-from conf.schema import GPTConfig, parse
+from conf.schema import GPTConfig, nearest, parse
 from data.base import Data, build_data
 from model import position, serialization
 from model.generation import generate
@@ -31,12 +31,15 @@ MAX_LEN = 2**24  # tokens: the longest training length
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 F = TypeVar("F", bound=Callable[..., Any])
 
+encodings = cli.encoding_names
+
 
 def checked(function: F) -> F:
     """Decorate a function: arguments of other types than its signature says are a ValueError, with a line for each."""
     config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
     validated = validate_call(config=config)(function)
-    names = [p.name for p in signature(function).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    parameters = signature(function).parameters
+    names = [p.name for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -47,8 +50,11 @@ def checked(function: F) -> F:
             for detail in error.errors():
                 at, *_ = detail["loc"]  # an argument without a name in the call is numbered
                 name = names[min(at, len(names) - 1)] if isinstance(at, int) else at
+                kind = detail["type"]
+                shown = name if "missing" in kind else f"{name}={reprlib.repr(detail['input'])}"
+                hint = nearest(name, sorted(parameters.keys() - {"self"})) if "unexpected_keyword" in kind else ""
                 # Of a union the first alternative stands for all.
-                lines.setdefault(name, f"{name}={reprlib.repr(detail['input'])}: {detail['msg']}")
+                lines.setdefault(name, f"{shown}: {detail['msg']}{hint}")
         raise ValueError("\n".join(lines.values()))
 
     return call  # type: ignore[return-value]
@@ -71,30 +77,34 @@ class Model:
         return f"<ropewalk.Model: {parameters:,} parameters, trained at {self.net.train_len:,} tokens>"
 
     @checked
-    def encode(self, text: str) -> Tensor:
+    def encode(self, text: str | Tensor) -> Tensor:
         """Return the token ids of a text as the network reads it, int64 [T], on its device: see `Data.prompt`.
 
-        Raises ValueError: it cannot be encoded.
+        Token ids [T] may stand for a text, here and in the methods below.
+
+        Raises ValueError: it cannot be encoded, or is a tensor of another kind.
         """
-        device = self.net.embedding.weight.device
-        return torch.tensor(self.data.prompt(text), dtype=torch.int64, device=device)
+        if not isinstance(text, str) and (text.dim() != 1 or text.is_floating_point()):
+            raise ValueError(f"{text.dtype} {tuple(text.shape)} is not token ids [T]: model.net(idx) takes [B, T]")
+        ids = self.data.prompt(text) if isinstance(text, str) else text
+        return torch.as_tensor(ids, dtype=torch.int64, device=self.net.embedding.weight.device)
 
     @checked
     @torch.inference_mode()
-    def logits(self, text: str) -> Tensor:
+    def logits(self, text: str | Tensor) -> Tensor:
         """Return the logits of the token that follows each token of `text`, fp32 [T, vocabulary]."""
         ids = self.encode(text)
         encodings = for_length(self.net.encodings, len(ids), self.net.train_len)
         return self.net(ids[None], encodings=encodings)[0, :, : self.net.vocab_size].float()
 
-    def generate(self, prompt: str, max_new_tokens: int = 200, **options: Any) -> str:
+    def generate(self, prompt: str | Tensor, max_new_tokens: int = 200, **options: Any) -> str:
         """Write a continuation of `prompt`: what `stream`, with its options, yields."""
         return "".join(self.stream(prompt, max_new_tokens, **options))
 
     @checked
     def stream(
-        self, prompt: str, max_new_tokens: Annotated[int, Field(le=MAX_LEN)] = 200, *, temperature: float = 1.0,
-        top_k: int | None = None, top_p: float | None = None, seed: Seed = 0,
+        self, prompt: str | Tensor, max_new_tokens: Annotated[int, Field(le=MAX_LEN)] = 200, *,
+        temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, seed: Seed = 0,
     ) -> Iterator[str]:  # fmt: skip
         """Yield a continuation of `prompt` in pieces, each as soon as it is decoded.
 
@@ -154,7 +164,7 @@ def load(
 
 
 @checked
-def curves(*folders: str | Path, only: str | Sequence[str] = (), exclude: str | Sequence[str] = ()) -> pd.DataFrame:
+def curves(*folders: str | Path, only: Sequence[str] = (), exclude: Sequence[str] = ()) -> pd.DataFrame:
     """The training curves of the runs in or below the folders: a row for each row of their metrics.jsonl.
 
     Columns: run, path, seed, data, train_len, encoding, label as of `runs`; step, tokens; and what was logged, such as
@@ -165,17 +175,12 @@ def curves(*folders: str | Path, only: str | Sequence[str] = (), exclude: str | 
 
     Raises ValueError: a folder does not exist.
     """
-    return frame.curves(frame.load(folders, _patterns(only), _patterns(exclude))).rename(columns={"name": "run"})
-
-
-def _patterns(names: str | Sequence[str]) -> Sequence[str]:
-    """A pattern, or several."""
-    return [names] if isinstance(names, str) else names
+    return frame.curves(frame.load(folders, only, exclude)).rename(columns={"name": "run"})
 
 
 @checked
 def runs(
-    *folders: str | Path, only: str | Sequence[str] = (), exclude: str | Sequence[str] = (),
+    *folders: str | Path, only: Sequence[str] = (), exclude: Sequence[str] = (),
     reference: str = "rope",
 ) -> pd.DataFrame:  # fmt: skip
     """Everything measured on the runs in or below the folders, as one long table of plain columns.
@@ -207,21 +212,21 @@ def runs(
         learned: of a task, the seeds that learned it, whose median `value` is.
         parameters, tokens_per_s, peak_memory_mb: of training. command, commit, ..: what measured it.
 
+    The losses at the longest length, a column for each seed:
+
+        far = frame[frame.seed.notna() & (frame.measure == "lengths") & (frame.length == frame.length.max())]
+        far.pivot_table("value", "line", "seed")
+
     The line "best possible" is the best possible predictor of the texts, where it is known. Runs that are broken,
     unfinished or there twice are named in a warning.
 
     Raises ValueError: a folder does not exist.
     """
-    loaded = frame.load(folders, _patterns(only), _patterns(exclude))
+    loaded = frame.load(folders, only, exclude)
     if loaded.left_out:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in loaded.left_out)
         warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=5)
     return table.results(loaded, reference)
-
-
-def encodings() -> list[str]:
-    """The names of all encodings, for `encoding`, `load` and pe=NAME of the programs."""
-    return cli.encoding_names()
 
 
 @checked

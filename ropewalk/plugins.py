@@ -64,7 +64,7 @@ def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
             raise TypeError("it is not a concrete subclass of it")
     except (ImportError, AttributeError, TypeError) as error:
         problem = f"{group}._target_={target!r} is not a {base.__name__} class under {home} ({error})"
-        raise ValueError(f"{problem}; a package of your own must be importable, and named in {PLUGINS}") from None
+        raise ValueError(f"{problem}; a package of your own must be in PYTHONPATH, and named in {PLUGINS}") from None
     return cls
 
 

@@ -14,7 +14,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
 import itertools
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +59,7 @@ def main(args: Arguments) -> None:
     if tokens > known:
         print(f"warning: {tokens} tokens, and the model has learned to read {known:g}", file=sys.stderr)
     options = args.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
-    start = time.perf_counter()
     for piece in itertools.chain([prompt], model.stream(prompt, **options)):
         # A terminal would obey control characters.
         print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
-    speed = args.max_new_tokens / (time.perf_counter() - start)
-    print(f"\n({args.max_new_tokens} tokens, {speed:.1f} tokens/s, scale {scale:g})", file=sys.stderr)
+    print(f"\n({args.max_new_tokens} tokens, scale {scale:g})", file=sys.stderr)

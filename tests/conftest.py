@@ -90,10 +90,15 @@ def context(pe, length, newest=None):
     return make_context(pe, torch.arange(length), newest or length, length)
 
 
-def attend(pe, q, k, v, state, ctx):
-    """The heads [B, H, T, D] of one layer, of q, k, v [B, H, T, D] that are not rotated."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return ctx.attend(pe, q, k, v, state, layer="layer", sinks=ctx.sinks).transpose(1, 2)
+def attend(pe, q, k, v, x=None, ctx=None):
+    """The heads [B, H, T, D] of one layer, whose input is x [B, T, dim]; q, k, v [B, H, T, D] are not rotated.
+
+    The queries are the newest tokens.
+    """
+    ctx = ctx or context(pe, k.size(2), q.size(2))
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    heads = ctx.attend(pe, q, k, v, pe.state(x), layer="layer", sinks=ctx.sinks)
+    return heads.transpose(1, 2)
 
 
 def read_at(net, scale):
@@ -128,6 +133,11 @@ def assert_same(out, expected, inputs, tol=1e-10):
     gradients = torch.autograd.grad((out * weight).sum(), inputs, **options)
     expected_gradients = torch.autograd.grad((expected * weight).sum(), inputs, **options)
     torch.testing.assert_close(gradients, expected_gradients, rtol=tol, atol=tol)
+
+
+def gradients_of(loss, net):
+    """The gradient of each parameter, zero where the loss does not depend on it."""
+    return torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, materialize_grads=True)
 
 
 def pytest_collection_modifyitems(items):

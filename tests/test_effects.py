@@ -36,11 +36,6 @@ def test_an_effect_is_a_weighted_sum_over_the_seeds_that_all_lines_have():
     assert row.startswith("| smaller | 1x | 3 | +2.067 ± ")
 
 
-def test_holm_by_hand():
-    assert effects.holm([0.01, 0.04, 0.02]) == pytest.approx([0.03, 0.04, 0.04])
-    assert effects.holm([0.5, 0.6]) == pytest.approx([1.0, 1.0])
-
-
 def test_effects_of_features_are_those_of_a_regression():
     """On losses that are a sum of features and noise, the differences of means and the slope that numpy finds."""
     rng = np.random.default_rng(0)

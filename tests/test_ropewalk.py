@@ -28,10 +28,16 @@ def test_a_trained_model_gives_logits_and_text(run):
     assert model.data.decode(ids.tolist()) == "knots"
     expected = model.net(ids[None])[0, :, :257]
     assert torch.equal(model.logits("knots"), expected)
+    assert torch.equal(model.logits(ids), expected)
 
     text = model.generate("knots", 30, seed=1)
     assert model.generate("knots", 30, seed=1) == text
     assert model.generate("knots", 30, seed=2) != text
+    with pytest.raises(ValueError, match="did you mean temperature"):
+        model.generate("knots", temprature=0.0)
+    for not_ids in (ids[None], ids / 1):
+        with pytest.raises(ValueError, match=r"is not token ids \[T\]"):
+            model.logits(not_ids)
 
 
 def test_a_run_is_read_by_another_encoding(run):

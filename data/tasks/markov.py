@@ -202,7 +202,7 @@ class Markov(Generated):
         bits = nats / math.log(2)
         return [
             f"data: a Markov chain in each text, {self.symbols} symbols",
-            f"  best possible loss at {length:,} tokens: about {nats:.3f}, {bits:.3f} bits per token",
+            f"  best possible loss at {length:,} tokens: about {nats:.3f} nats, {bits:.3f} bits per token",
         ]
 
 

@@ -34,6 +34,10 @@ ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowEr
 TRAIN = "config"  # the configuration of train.py, to which an experiment and a model to start from belong
 _TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
 _BASE = "base_model"
+_HYDRA_FLAG = (
+    "(--(hydra-help|resolve|package|run|shell-completion|config-path|config-name|experimental-rerun|info)"
+    "|-(p|r|sc|cp|cn|i))(=|$)"
+)
 
 Task = Callable[[DictConfig], Any]
 
@@ -90,7 +94,7 @@ def launch(name: str, about: str | None, load: Callable[[], Task]) -> None:
         flags, hydra_flags, overrides = _parse(sys.argv[1:])
         if flags.version:
             print(f"Ropewalk {version('ropewalk')}")
-        elif flags.multirun:
+        elif flags.multirun and not (flags.help or flags.cfg):
             from ropewalk.app.sweep import sweep
 
             sweep(name, load(), [*hydra_flags, "--multirun"], overrides)
@@ -130,10 +134,11 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str], list[st
     parser.add_argument("-c", "--cfg")
     parser.add_argument("-cd", "--config-dir")
     ours, rest = parser.parse_known_args(arguments)
-    hydra_flags = [argument for argument in rest if argument.startswith("-")]
+    # As programs with argparse take them: --seed=1 is seed=1.
+    hydra_flags = [argument for argument in rest if re.match(_HYDRA_FLAG, argument)]
+    overrides = [argument.lstrip("-") for argument in rest if argument not in hydra_flags]
     if ours.cfg not in (None, "job"):
         hydra_flags += ["--cfg", ours.cfg]
-    overrides = [argument for argument in rest if not argument.startswith("-")]
     # The name of a run of a sweep has = in it, as in run=runs/rope-train_len=32. Hydra wants quotes around it.
     overrides = [re.sub(r"^(\w[\w./]*)=([\w./-]+=[\w./=-]+)$", r"\1='\2'", argument) for argument in overrides]
     for argument in overrides:
@@ -206,8 +211,10 @@ def _compose(name: str, overrides: list[str]) -> DictConfig:
             config = hydra.compose(name, overrides, return_hydra_config=True)
         except HydraException as error:
             mistakes.append(explain(error))
-            key = getattr(error.__cause__, "full_key", None)
-            rest = [override for override in overrides if override.lstrip("+").partition("=")[0] != key]
+            # Without an option of a group, as in pe=yarm, its keys have no meaning.
+            group = str(getattr(error, "missing_cfg_file", None)).rpartition("/")[0]
+            key = getattr(error.__cause__, "full_key", group)
+            rest = [override for override in overrides if not re.match(rf"\+*{re.escape(key)}[.=]", override)]
             if len(rest) < len(overrides):
                 overrides = rest
                 continue
@@ -278,7 +285,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 
 def encoding_names() -> list[str]:
-    """Return the names of the encodings in conf/pe, sorted."""
+    """Return the names of all encodings, sorted: for pe=NAME, `ropewalk.encoding` and `ropewalk.load`."""
     return sorted(path.stem for path in CONF_DIR.glob("pe/*.yaml"))
 
 
@@ -335,5 +342,6 @@ def quoted(text: str) -> str:
 @functools.cache
 def _of_yaml(name: str, *_search_path: str) -> dict[str, Any]:
     """The options in pe/`name`.yaml; the search path makes the cache tell folders apart."""
-    with composed(f"pe/{name}") as config:
+    # Not as the primary configuration, which Hydra does not look for in a user's folders.
+    with composed("program", f"+pe={quoted(name)}") as config:
         return plain(config)["pe"]

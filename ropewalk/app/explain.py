@@ -14,6 +14,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
+from conf.foreign import answer
 from conf.schema import flatten, nearest, unknown_key
 from ropewalk.files import printable
 
@@ -85,6 +86,9 @@ def explain(error: BaseException) -> str:
         message = _unknown_key(str(cause.full_key), [str(name) for name in siblings if name != "hydra"])
     elif message.startswith("Could not override '"):
         message = unknown_key(message.split("'")[1], ())  # a group of other programs
+    elif message.startswith("Ambiguous value"):
+        argument = message.split("'")[1]
+        message = f"{argument}: several values; for a run of each write -m {argument}"
     return printable(message)
 
 
@@ -94,8 +98,9 @@ def _missing_option(name: str, options: Sequence[str]) -> str:
     if choice in _EXTRAS:
         return f'{group}={choice} needs a package: pip install -e ".[{_EXTRAS[choice]}]"'
     # Of an option within a file Hydra does not say which there are.
-    known = options or [path.stem for path in CONF_DIR.joinpath(group).glob("*.yaml")]
-    return f"{group or 'configuration'}={choice}: there is no such option{nearest(choice, known)}"
+    known = options or sorted(path.stem for path in CONF_DIR.joinpath(group).glob("*.yaml"))
+    hint = answer(group, choice) or nearest(choice, known)
+    return f"{group or 'configuration'}={choice}: there is no such option{hint}"
 
 
 def _unknown_key(key: str, siblings: Iterable[str]) -> str:

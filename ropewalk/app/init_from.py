@@ -60,9 +60,7 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
     values["pe"] = encoding(values["pe"])
     if not values["init_partial"]:
         _check_fit(source, base, values)
-    seed = f"-s{values['seed']}" if values["seed"] else ""
-    name = f"{Path(source).name}-{values['pe'].get('name')}-{values['train_len']}{seed}"
-    return values | {"name": values["name"] or name}
+    return values
 
 
 def _tokenizer_of(source: str, data: Options) -> dict[str, Any]:

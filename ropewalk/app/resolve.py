@@ -112,9 +112,11 @@ def check(values: Mapping[str, Any]) -> Config:
     micro_batch_size(given.trainer.batch_size, given.trainer.grad_accum_steps, 1)
     build_data(given.data)
     pe, net = resolve_encoding(given.pe, given.model, given.train_len)
+    words = [pe["name"], given.data["name"]]
+    if given.init_from:
+        words = [Path(given.init_from).name, pe["name"], str(given.train_len)]
     seed = f"-s{given.seed}" if given.seed else ""
-    name = given.name or f"{pe['name']}-{given.data['name']}{seed}"
-    cfg = given.model_copy(update={"pe": pe, "name": name})
+    cfg = given.model_copy(update={"pe": pe, "name": given.name or "-".join(words) + seed})
     cfg = cfg.model_copy(update={"stages": [_resolve_stage(cfg, stage, net) for stage in cfg.stages]})
     rules = [*_rules_of_evaluation(cfg, net), *_rules_of_training(cfg, net), *_rules_of_shared_texts(cfg)]
     contradictions = [message for broken, message in rules if broken]

@@ -214,5 +214,4 @@ def _with_name(cfg: Config, varying: Sequence[str]) -> Config:
         key, _, value = option.partition("=")
         if key != "seed" and value not in words:
             words.append(option)
-    name = "-".join(words).replace("/", "_") + seed
-    return cfg.model_copy(update={"name": name})
+    return cfg.model_copy(update={"name": "-".join(words).replace("/", "_") + seed})

@@ -10,8 +10,8 @@ length. The gain has a 95 % interval, and the run a tolerance t, `eval.tolerance
 
 1. Which line has the lowest loss at the longest text, and its word. It is "best" only if it is told apart from all
    others; otherwise the lines that it is not told apart from are named.
-2. How many lines have each word; a word of at most three lines has their names. For one line: the length up to which
-   it was level or better at every length.
+2. How many lines have each word, or that all have it; a word of at most three lines that not all have has their names.
+   For one line: the length up to which it was level or better at every length.
 3. What the best possible predictor gains, and the share of the first line. Only if both gain.
 4. What the intervals cover, and which lines are not in the comparison.
 
@@ -89,10 +89,13 @@ def which(last: pd.DataFrame) -> str:
 
 def how_many(last: pd.DataFrame) -> str:
     """Say how many lines are better, level, worse and undecided when they read on."""
+    everyone = "both" if len(last) == 2 else "all"
     parts = []
     for word, (of_several, of_one) in WORDS.items():
         lines = last[last.verdict == word].line.tolist()
-        if lines:
+        if len(lines) == len(last):
+            parts.append(f"{everyone} {of_several}")
+        elif lines:
             names = f" ({', '.join(lines)})" if len(lines) <= NAMED else ""
             parts.append(f"{len(lines)} {of_one if len(lines) == 1 else of_several}{names}")
     against = " or ".join(dict.fromkeys(last.base.str.startswith(START).eq(True).map({True: BEFORE, False: "itself"})))

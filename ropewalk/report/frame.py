@@ -277,11 +277,7 @@ def _grouped(
     runs["section"] = runs.data + hashes.where(is_ambiguous, "") + trained_at
 
     # Runs are seeds of one line if all settings are equal that decide what is computed.
-    keys = []
-    for path in runs.path:
-        compared = {key: value for key, value in configs[path].items() if not key.startswith(IGNORED)}
-        keys.append(json.dumps(compared, sort_keys=True))
-    runs["key"] = keys
+    runs["key"] = [json.dumps(compared(configs[path]), sort_keys=True) for path in runs.path]
     # Seeds may share the weights that they start from. Or each has its own, named as in "rope-s1": then the seed is
     # taken out of the name.
     runs["init"] = [str(configs[path].get("init_from")) for path in runs.path]
@@ -306,6 +302,11 @@ def _grouped(
         for column in ("label", "settings"):
             runs.loc[of_section.index, column] = of_section.group.map(groups[column])
     return runs, reasons
+
+
+def compared(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that decide what is computed: those of the runs of a group are equal."""
+    return {key: value for key, value in config.items() if not key.startswith(IGNORED)}
 
 
 def _together(runs: pd.DataFrame, results: Iterable[Mapping[str, Any]]) -> pd.Series:

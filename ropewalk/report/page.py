@@ -18,7 +18,6 @@ from ropewalk.report.frame import PROVENANCE, Runs
 from ropewalk.report.table import BEST_POSSIBLE, LEARNED, losses_of_text, over_seeds, results
 
 PAGE = "report.html"
-TEMPLATE = Path(__file__).with_name("page.html.j2")
 COSTS = {"parameters": "parameters", "tokens_per_s": "tokens/s", "peak_memory_mb": "MB at most"}
 AS_GAINS = ("far_copies", "key_tokens")  # measures whose losses are only shown as the gain over the cut text
 
@@ -46,7 +45,7 @@ def html(runs: Runs, reference: str = "rope") -> str:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    return environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")).render(
         title=runs.runs["name"].iloc[0] if len(runs.runs) == 1 else "Which position encoding, and how far?",
         summary=f"Runs: {len(runs.runs):,}; left out: {len(runs.left_out):,}.",
         sections=sections,
@@ -187,8 +186,12 @@ def markdown(runs: Runs, reference: str = "rope") -> str:
         of_title = table[table.section == title]
         lines += [f"## {escaped(title)}", "", *[f"- {escaped(sentence)}" for sentence in answer(of_title)], ""]
         for grid in grids(of_title):
-            lines += [f"{escaped(grid.title)}.", ""]
-            lines += [*markdown_table(["", *grid.cells], list(grid.cells.itertuples(name=None))), ""]
+            lines += [
+                f"{escaped(grid.title)}.",
+                "",
+                *markdown_table(["", *grid.cells], list(grid.cells.itertuples(name=None))),
+                "",
+            ]
     return "\n".join(lines)
 
 

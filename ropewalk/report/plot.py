@@ -21,7 +21,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from matplotlib import colors, ticker, transforms
+from matplotlib import colors, markers, ticker, transforms
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
@@ -122,7 +122,7 @@ def gain(
     whose = " or ".join(f"{line} on " for line in baselines.unique() if line)
     dots = ", dots: seeds" if rows.seeds.max() > 1 else ""
     dashes = "; dashed: read otherwise than trained" if rows.zero_shot.any() else ""
-    note = f"{rows.unit.iloc[0]}; below 0 cut the text; bars: 95 % intervals{dots}{dashes}"
+    note = f"{rows.unit.iloc[0]}; below 0 cut the text; bars: 95 % interval{dots}{dashes}"
     titled(ax, f"Gain over {whose}the text cut to {cut}", note)
     ax.axhline(0, color=palette_of(ax).muted, linewidth=1.2, zorder=1)
 
@@ -317,8 +317,11 @@ def _draw(
         if look["zorder"] > GREY:
             behind = {"color": look["color"], "zorder": look["zorder"] - 0.1, "transform": aside}
             if line != BEST_POSSIBLE:
-                shown = means[means.y.between(*limits)].dropna(subset=["low", "high"])
-                ax.vlines(shown.x, shown.low, shown.high, linewidth=1.2, alpha=0.6, **behind)
+                ax.vlines(means.x, means.low, means.high, linewidth=1.2, alpha=0.6, **behind)
+                # An interval that goes on beyond the axis ends there in an arrow.
+                for end, tip in zip(limits, (markers.CARETDOWN, markers.CARETUP), strict=True):
+                    for x in means.x[(means.low < end) & (end < means.high)]:
+                        ax.plot(x, end, marker=tip, markersize=5, **behind)
             dots = of_line[of_line.seed.notna()]
             if len(dots) > len(means):
                 ax.plot(dots.x, dots.y, ".", markersize=2.5, alpha=0.45, **behind)
@@ -384,10 +387,9 @@ def spread(wanted: Sequence[float], room: float) -> list[float]:
     # Without the room that the names below one take, places must only not fall: the least squares of a regression.
     order = np.argsort(wanted, kind="stable")
     below = room * np.arange(len(wanted))
-    places = np.empty(len(wanted))
     rising = isotonic_regression(np.array(wanted)[order] - below).x
-    places[order] = np.clip(rising, 0.0, max(0.0, 1.0 - below[-1])) + below
-    return places.tolist()
+    places = np.clip(rising, 0.0, max(0.0, 1.0 - below[-1])) + below
+    return places[np.argsort(order)].tolist()
 
 
 def titled(ax: Axes, title: str, note: str) -> None:
@@ -398,8 +400,9 @@ def titled(ax: Axes, title: str, note: str) -> None:
     characters = share * figure_of(ax).get_figwidth() * 72 / SIZE / 0.62
     lines = textwrap.wrap(note, int(characters * 1.2))
     words = "\n".join(textwrap.wrap(printable(title), int(characters * 0.8)))
-    look: dict[str, Any] = {"loc": "left", "fontsize": SIZE + 1, "fontweight": "bold", "color": palette.ink}
-    ax.set_title(words, pad=10 + 1.2 * SIZE * len(lines), **look)
+    ax.set_title(
+        words, loc="left", pad=10 + 1.2 * SIZE * len(lines), fontsize=SIZE + 1, fontweight="bold", color=palette.ink
+    )
     ax.annotate(
         "\n".join(lines), (0, 1), xytext=(0, 8), xycoords="axes fraction", textcoords="offset points", va="bottom",
         color=palette.muted, fontsize=SIZE - 1, linespacing=1.25,

@@ -17,7 +17,7 @@ import pandas as pd
 from ropewalk.evaluation import statistics
 from ropewalk.evaluation.results import LOWER_IS_BETTER
 from ropewalk.evaluation.statistics import Estimate, Sample, stacked
-from ropewalk.report.frame import AFTER, COSTS, PROVENANCE, START, Runs
+from ropewalk.report.frame import AFTER, COSTS, PROVENANCE, START, Runs, compared
 
 BEST_POSSIBLE = "best possible"  # the line of the best possible predictor, where it is known
 FAR = "far"  # the part that holds all parts which need text from beyond train_len
@@ -64,8 +64,9 @@ def results(runs: Runs, reference: str = "rope") -> pd.DataFrame:
     """Return the long table.
 
     Args:
-        reference: the label or encoding of the line that `difference` and `lead` are taken to; if no line has it, the
-            first that was trained. The reference of a run that starts from a model is that model, if it was measured.
+        reference: the label or encoding of the line that `difference` and `lead` are taken to. Of several lines of that
+            encoding, or of all if none has it, it is the one with the most usual settings. The reference of a run that
+            starts from a model is that model, if it was measured.
     """
     rows: list[Row] = []
     for _, of_measure in runs.results.groupby(["section", "kind", "quantity", "unit", "eval"]):
@@ -121,8 +122,11 @@ class Measure:
         self.sign = 1 if LOWER_IS_BETTER[first.quantity] else -1
         config = runs.configs[first.path]
         self.common: Row = {name: first[name] for name in ("section", "quantity", "unit", "eval", "texts")}
-        self.common |= {"data": config["data.name"], "measure": first.kind}
-        self.common |= {"tolerance": float(config.get("eval.tolerance", 0))}
+        self.common |= {
+            "data": config["data.name"],
+            "measure": first.kind,
+            "tolerance": float(config.get("eval.tolerance", 0)),
+        }
 
         # What the rows of a line, a part or a run have in common: dictionaries, as a look-up in a DataFrame takes a
         # hundred times as long.
@@ -223,8 +227,12 @@ class Measure:
             distance = np.nan_to_num(part["span_start"], nan=(1 - part["depth"]) * key.length)
             if distance >= self.lines[key.line]["train_len"]:
                 far.setdefault(Key(key.line, FAR, longest), []).append(by_seed)
-        self.parts[FAR] = dict.fromkeys(OF_PART, math.nan) | {"part": FAR, "task": FAR}
-        self.parts[FAR] |= {"difficulty": "", "continuation": ""}
+        self.parts[FAR] = dict.fromkeys(OF_PART, math.nan) | {
+            "part": FAR,
+            "task": FAR,
+            "difficulty": "",
+            "continuation": "",
+        }
         for key, parts in far.items():
             seeds = set.intersection(*map(set, parts))
             if seeds:
@@ -238,8 +246,7 @@ class Measure:
         # Errors are bounded, and some seeds may not have learned the task at all: Student's interval has no meaning.
         errors = {seed: statistics.estimate(sample).value for seed, sample in by_seed.items()}
         of_learned = [error for seed, error in errors.items() if (key.line, seed) in self.learned]
-        median = float(np.median(of_learned or [*errors.values()]))
-        return e._replace(value=median, low=math.nan, high=math.nan)
+        return e._replace(value=float(np.median(of_learned or [*errors.values()])), low=math.nan, high=math.nan)
 
     def _ranked(self) -> dict[tuple[str, int], list[str]]:
         """Return the lines at each part and length, best first; equal ones by name."""
@@ -277,7 +284,8 @@ def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> dict[str, Row]:
     lines["cut"] = lines.base.map(lines.train_len).fillna(lines.train_len).astype(int)
     lines["reading"] = lines.reading.mask(lines.reading == "", has_start.map({True: AFTER, False: "as trained"}))
     if reference not in lines.index:
-        reference = [*trained[lines.encoding[trained].to_numpy() == reference], *trained, *lines.index][0]
+        of_encoding = [line for line in trained if lines.encoding[line] == reference]
+        reference = _most_usual(lines.loc[of_encoding or [*trained] or lines.index], runs)
     lines["reference"] = start.where(has_start, reference)
 
     # The best possible predictor is like the reference, but for what it is.
@@ -285,6 +293,12 @@ def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> dict[str, Row]:
     optimum = {"line": BEST_POSSIBLE, "base": BEST_POSSIBLE, "train_len": train_len, "cut": train_len}
     optimum |= dict.fromkeys(("encoding", "variant", "reading", "settings", "reference"), "") | {"zero_shot": False}
     return lines[OF_LINE].to_dict("index") | {BEST_POSSIBLE: optimum}
+
+
+def _most_usual(lines: pd.DataFrame, runs: Runs) -> Any:
+    """Return the line that has most of the settings which are the most frequent among some lines."""
+    settings = pd.DataFrame([compared(runs.configs[path]) for path in lines.path], lines.index).map(str)
+    return settings.eq(settings.mode().iloc[0]).sum(axis=1).idxmax()
 
 
 def _learned(rows: pd.DataFrame) -> set[tuple[str, int]]:

@@ -47,27 +47,18 @@ def enter(project: Path) -> None:
 
 @pytest.mark.long
 def test_the_example_passes_every_universal_test(project):
-    options = [
-        "-v",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        ".",
-        "-k",
-        "triangle",
-        UNIVERSAL,
-    ]
+    options = ["-v", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "-k", "triangle", UNIVERSAL]
     live(options, partial(enter, project), f"{project}/said", program="pytest")
     said = (project / "said").read_text()
     found = re.findall(r"::(\w+)\[[^\]]*triangle[^\]]*\] ([A-Z]+)", said)
+    tests = re.findall(
+        r"^def (test_\w+)\((?:encoding|placed|name)\b",
+        (ROOT / UNIVERSAL).read_text(),
+        re.M,
+    )
 
     assert {outcome for _, outcome in found} == {"PASSED"}, said
-
-    defined = re.findall(r"^def (test_\w+)\((?:encoding|placed|name)\b", (ROOT / UNIVERSAL).read_text(), re.M)
-
-    assert {test for test, _ in found} == set(defined)
+    assert {test for test, _ in found} == set(tests)
 
 
 class Projected(PositionEncoding):
@@ -88,20 +79,16 @@ class Projected(PositionEncoding):
 def test_an_encoding_with_a_module_of_its_own_trains(train, stages, monkeypatch):
     """All of its parameters move, also while a stage has an encoding of another length."""
     monkeypatch.setenv("ROPEWALK_PLUGINS", __name__)
-    weights = {}
+    own = ("pe=nope", f"pe._target_={__name__}.Projected", "pe.name=projected", "eval.lengths=[1]")
 
-    for steps, stages_of in ((0, "[]"), (4, stages)):
-        options = (
-            f"trainer.max_steps={steps}",
-            f"stages={stages_of}",
-            "eval.lengths=[1]",
-            f"name=run-{steps}",
-        )
-        outcome = train("pe=nope", f"pe._target_={__name__}.Projected", "pe.name=projected", *options)
-        assert outcome.code == 0, outcome.err
-        weights[steps] = load_file(train.runs / f"run-{steps}" / "model.safetensors")
-    names = [name for name in weights[0] if "proj." in name]
+    assert train(*own, "trainer.max_steps=0", "name=before").code == 0
+    assert train(*own, "trainer.max_steps=4", "name=after", f"stages={stages}").code == 0
+
+    before = load_file(train.runs / "before" / "model.safetensors")
+    after = load_file(train.runs / "after" / "model.safetensors")
+    names = [name for name in before if "proj." in name]
 
     assert len(names) >= 2
+
     for name in names:
-        assert not torch.equal(weights[0][name], weights[4][name]), name
+        assert not torch.equal(before[name], after[name]), name

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import assert_same, at_last_scale, attend, build_pe, context, normal, variables
+from conftest import assert_same, at_last_scale, build_pe, context, normal, variables
 
 from model.attention import BLOCK, Context, attention, fused
 from model.cache import Cache
@@ -13,7 +13,12 @@ D = 16
 SCALE = 0.3
 WHOLE = 2 * BLOCK + 30
 # Queries and keys: one block, several, a piece of a text, a single token.
-LENGTHS = [(5, 5), (WHOLE, WHOLE), (BLOCK + 3, WHOLE), (1, BLOCK + 9)]
+LENGTHS = [
+    (5, 5),
+    (WHOLE, WHOLE),
+    (BLOCK + 3, WHOLE),
+    (1, BLOCK + 9),
+]
 
 
 def bias(q, ctx):
@@ -21,18 +26,19 @@ def bias(q, ctx):
     return 0.1 * q.sum(-1, keepdim=True) * ctx.distance
 
 
-def by_definition(q, k, v, *, window, biased, sinks):
-    """Attention whose queries are the newest tokens."""
-    keys = k.size(2)
+def by_definition(q, k, v, ctx, *, biased):
+    """Two heads of queries share one of keys."""
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
-    distance = (torch.arange(keys)[:, None] - torch.arange(keys))[-q.size(2) :]
     scores = SCALE * q @ k.mT
     if biased:
-        scores = scores + 0.1 * q.sum(-1, keepdim=True) * distance
-    is_seen = (distance >= 0) & (distance < (window or keys))
-    exponentials = scores.masked_fill(~is_seen, -torch.inf).exp()
-    of_sinks = 0.0 if sinks is None else sinks.exp()[:, None, None]
-    return exponentials / (exponentials.sum(-1, keepdim=True) + of_sinks) @ v
+        scores = scores + bias(q, ctx)
+    longest = ctx.window or ctx.length
+    is_seen = (ctx.distance >= 0) & (ctx.distance < longest)
+    weights = torch.where(is_seen, scores.exp(), 0.0)
+    total = weights.sum(-1, keepdim=True)
+    if ctx.sinks is not None:
+        total = total + ctx.sinks.exp()[:, None, None]
+    return weights / total @ v
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
@@ -40,21 +46,35 @@ def by_definition(q, k, v, *, window, biased, sinks):
 @pytest.mark.parametrize("window", [None, 1, 40, BLOCK + 20])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
 def test_outputs_and_gradients_are_those_of_the_definition(queries, keys, window, biased, with_sinks):
-    inputs = variables((1, 4, queries, D), (1, 2, keys, D), (1, 2, keys, D))
-    q, k, v = inputs
+    q, k, v, sinks = variables(
+        (1, 4, queries, D),
+        (1, 2, keys, D),
+        (1, 2, keys, D),
+        (4,),
+    )
     pos = torch.arange(keys)
-    sinks = None
-    if with_sinks:
-        sinks = torch.tensor([0.5, -1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
-        inputs = [*inputs, sinks]
-    ctx = Context(pos[-queries:], pos, keys, None, SCALE, window, sinks=sinks)
+    ctx = Context(
+        pos_q=pos[-queries:],
+        pos_k=pos,
+        length=keys,
+        tables=None,
+        scale=SCALE,
+        window=window,
+        sinks=sinks if with_sinks else None,
+    )
+    expected = by_definition(q, k, v, ctx, biased=biased)
 
     out = attention(q, k, v, ctx, bias=bias if biased else None)
 
-    assert_same(out, by_definition(q, k, v, window=window, biased=biased, sinks=sinks), inputs)
+    assert_same(out, expected, [q, k, v, sinks])
 
-    if window is None and not biased:  # one kernel for a piece of a text, which a GPU takes, and a CPU can run
-        assert_same(fused(q, k, v, ctx, causal=True), out, inputs)
+    # One kernel for a piece of a text, which a GPU takes, and a CPU can run.
+    if window is None and not biased:
+        assert_same(
+            fused(q, k, v, ctx, causal=True),
+            expected,
+            [q, k, v, sinks],
+        )
 
 
 def test_the_cache_of_a_window_is_copied_once_in_as_many_tokens():
@@ -66,9 +86,12 @@ def test_the_cache_of_a_window_is_copied_once_in_as_many_tokens():
     previous = None
 
     for i in range(n):
-        kept = cache.append("layer", {"k": torch.tensor([[i]])}, visible=window - 1)["k"]
+        new = {"k": torch.tensor([[i]])}
+        kept = cache.append("layer", new, visible=window - 1)["k"]
 
-        assert kept.flatten().tolist() == list(range(max(0, i - window + 1), i + 1))
+        first = max(0, i - window + 1)
+        assert kept.flatten().tolist() == [*range(first, i + 1)]
+
         # Two buffers that follow each other are alive at once, so they never have the same address.
         address = kept.untyped_storage().data_ptr()
         moves += address != previous
@@ -82,22 +105,25 @@ def test_the_cache_of_a_window_is_copied_once_in_as_many_tokens():
 def test_scores_are_not_rounded_to_16_bit(name):
     """Where they are as large as 30: in bf16 each would be off by up to 0.06, and its weight by 6 %."""
     n = 300
-    options = {"base": 1e300} if name in ("rerope", "dca") else {}  # nothing turns but the first pair, left empty here
+    zones = name in ("rerope", "dca")
+    options = {"base": 1e300} if zones else {}  # nothing turns but the first pair, left empty here
     pe = at_last_scale(build_pe(name, train_len=64, **options))
-    q, k, v = ((2.5 * x).bfloat16() for x in normal(*[(1, 4, n, D)] * 3))
-    if options:
+    heads = (1, n, 4, D)
+    *qkv, x = normal(heads, heads, heads, (1, n, 64))
+    q, k, v = ((2.5 * tensor).bfloat16() for tensor in qkv)
+    if zones:
         q[..., :: D // 2] = 0.0
-    (x,) = normal((1, n, 64))
+
     with torch.autocast("cpu", torch.bfloat16):
         state = pe.state(x)
-        out = attend(pe, q, k, v, state, context(pe, n))
-    state = {key: value.double() for key, value in state.items()}
-    q, k, v = (x.double() for x in (q, k, v))
-    exact = attend(pe.double(), q, k, v, state, context(pe, n))
+        out = context(pe, n).attend(pe, q, k, v, state, layer="layer")
 
+    state = {key: value.double() for key, value in state.items()}
+    q, k, v, pe = (x.double() for x in (q, k, v, pe))
+    exact = context(pe, n).attend(pe, q, k, v, state, layer="layer")
     # A score is a sum of less than 64 terms in fp32. Weights, their sums with values, and the result are of 16 bit.
-    largest = (q.abs() @ k.abs().mT).max().item()
-    score = 64 * 2.0**-24 * largest
-    limit = v.abs().max().item() * (math.expm1(2 * score) + 3 * 2.0**-9)
+    largest = torch.einsum("bihd,bjhd->bhij", q.abs(), k.abs()).max().item()
+    of_scores = math.expm1(2 * 64 * 2.0**-24 * largest)
+    limit = v.abs().max().item() * (of_scores + 3 * 2.0**-9)
 
     assert (out - exact).abs().max() < limit

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import build_pe, context, normal
 from definitions import PAST, D, T, assert_is_defined_by, dot, forgotten
 from torch.testing import assert_close
@@ -11,6 +12,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 TRAIN_LEN = 32
+SLOPES = 0.25 ** torch.arange(1, 5)  # of ALiBi with four heads
 
 
 def nope(pe, q, k, v, x):
@@ -19,37 +21,36 @@ def nope(pe, q, k, v, x):
 
 def alibi(pe, q, k, v, x):
     """arXiv 2108.12409: -m_h (i - j), the slopes m_h a geometric series."""
-    slopes = torch.tensor([2**-2, 2**-4, 2**-6, 2**-8])[:, None, None]
-    return dot(q, k) - slopes * PAST
+    return dot(q, k) - SLOPES[:, None, None] * PAST
 
 
 def t5(pe, q, k, v, x):
     """arXiv 1910.10683: half of the buckets hold one distance each, the others grow with the logarithm."""
     half = len(pe.table) // 2
-    buckets = []
-    for distance in range(T):
-        bucket = distance
-        if distance >= half:
-            share = math.log(distance / half) / math.log(pe.max_distance / half)
-            bucket = min(int(half + share * half), len(pe.table) - 1)
-        buckets.append(bucket)
+    buckets = list(range(half))
+    for distance in range(half, T):
+        share = math.log(distance / half, pe.max_distance / half)
+        bucket = int(half + share * half)
+        buckets.append(min(bucket, 2 * half - 1))
     return dot(q, k) + pe.table[buckets].T[:, PAST]
 
 
 def kerple(pe, q, k, v, x):
     """arXiv 2205.09921, the logarithmic kernel: -p ln(1 + a (i - j)), both at least 0.01."""
-    p, a = (parameter.clamp(min=0.01)[:, None, None] for parameter in (pe.p, pe.a))
+    p = pe.p.clamp(min=0.01)[:, None, None]
+    a = pe.a.clamp(min=0.01)[:, None, None]
     return dot(q, k) - p * torch.log(1 + a * PAST)
 
 
 def fire(pe, q, k, v, x):
     """arXiv 2310.04418: a network of ln(1 + c (i - j)) / ln(1 + c max(i, L))."""
     c = pe.c.abs()
-    longest = torch.arange(T)[:, None].maximum((pe.l_multiplier * pe.init_l).abs())
-    relative = torch.log(1 + c * PAST) / (torch.log(1 + c * longest) + 1e-6)
-    hidden = (relative[..., None] * pe.up_weight[:, 0] + pe.up_bias).relu()  # [T, T, width]
-    bias = hidden @ pe.down_weight.T + pe.down_bias
-    return dot(q, k) + bias.permute(2, 0, 1)
+    limit = (pe.l_multiplier * pe.init_l).abs()
+    i = torch.arange(T)[:, None]
+    longest = torch.log(1 + c * i.maximum(limit)) + 1e-6
+    relative = torch.log(1 + c * PAST) / longest
+    hidden = F.linear(relative[..., None], pe.up_weight, pe.up_bias).relu()  # [T, T, width]
+    return dot(q, k) + F.linear(hidden, pe.down_weight, pe.down_bias).permute(2, 0, 1)
 
 
 def fox(pe, q, k, v, x):
@@ -61,8 +62,9 @@ def relative(pe, q, k, v, x):
     """arXiv 1803.02155, with no embeddings of values: q_i.(k_j + r_[i-j]) / sqrt(D)."""
     embeddings = pe.distances
     if pe.beyond == "zero":
-        embeddings = torch.cat((embeddings, torch.zeros(D, 1)), dim=1)
-    of_pairs = embeddings[:, PAST.clamp(max=embeddings.size(1) - 1)]  # [D, T, T]
+        embeddings = F.pad(embeddings, (0, 1))
+    last = embeddings.size(1) - 1
+    of_pairs = embeddings[:, PAST.clamp(max=last)]  # [D, T, T]
     return dot(q, k) + torch.einsum("bhid,dij->bhij", q, of_pairs) / math.sqrt(D)
 
 
@@ -86,13 +88,13 @@ def test_scores_are_those_of_the_paper(formula, options, window):
     assert_is_defined_by(formula, pe, tol=1e-8)
 
 
-# What q.k is multiplied by, of n, the keys that a query sees, and the learned scalar of its head.
+# What q.k is multiplied by: of n, the keys that a query sees, and the encoding, which may learn a scalar for each head.
 FACTORS = {
-    "log": lambda n, s: (n.log() / math.log(TRAIN_LEN)).clamp(min=1),
-    "llama4": lambda n, s: 1 + 0.1 * torch.log(1 + n // TRAIN_LEN),
-    "ssmax": lambda n, s: s * n.log(),
-    "head": lambda n, s: s,
-    1.2: lambda n, s: 1.2,
+    "log": lambda n, pe: (n.log() / math.log(TRAIN_LEN)).clamp(min=1),
+    "llama4": lambda n, pe: 1 + 0.1 * torch.log(1 + n // TRAIN_LEN),
+    "ssmax": lambda n, pe: pe.ssmax * n.log(),
+    "head": lambda n, pe: pe.head_factor,
+    1.2: lambda n, pe: 1.2,
 }
 
 
@@ -100,12 +102,12 @@ FACTORS = {
 @pytest.mark.parametrize("formula", [nope, alibi])
 @pytest.mark.parametrize("temperature", FACTORS)
 def test_a_temperature_multiplies_the_scores_and_not_the_bias(formula, temperature, window):
-    pe = build_pe(formula.__name__, n_kv_head=2, train_len=TRAIN_LEN, window=window, temperature=temperature)
-    learned = {"ssmax": "ssmax", "head": "head_factor"}.get(temperature)
+    options = {"window": window, "temperature": temperature}
+    pe = build_pe(formula.__name__, n_kv_head=2, train_len=TRAIN_LEN, **options)
 
     def scores(pe, q, k, v, x):
         n = torch.arange(1.0, T + 1).clamp(max=window or T)[:, None]
-        factor = FACTORS[temperature](n, getattr(pe, learned) if learned else None)
+        factor = FACTORS[temperature](n, pe)
         return formula(pe, factor * q, k, v, x)
 
     assert_is_defined_by(scores, pe, tol=1e-6)  # factors are fp32
@@ -116,23 +118,27 @@ COMPILED = {"dynamic": False, "options": {"fx_graph_cache": False}}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "is_compiled",
+    [False, pytest.param(True, marks=pytest.mark.long)],
+)
 def test_alibi_keeps_its_precision_in_bf16(is_compiled):
     """Scores of zero: the weights are those of the bias alone, where m_h j reaches thousands."""
     length = 4096
     pe = build_pe("alibi")
+    attend = torch.compile(pe.attend, **COMPILED) if is_compiled else pe.attend
     q = torch.zeros(1, 4, 1, 16).bfloat16()
     k = torch.zeros(1, 4, length, 16).bfloat16()
-    v = normal((1, 4, length, 16))[0].bfloat16()
-    attend = torch.compile(pe.attend, **COMPILED) if is_compiled else pe.attend
+    (v,) = normal((1, 4, length, 16), dtype=torch.bfloat16)
 
-    out = attend(q, k, v, {}, context(pe, length, 1))[0, :, 0].double()
+    out = attend(q, k, v, {}, context(pe, length, 1))
 
-    for h in range(4):
-        slope = 2.0 ** (-2 * (h + 1))
-        weights = (slope * torch.arange(length, dtype=torch.float64)).softmax(0)
-        expected = weights @ v[0, h].double()
-        assert (out[h] - expected).norm() < 0.01 * expected.norm()
+    bias = SLOPES[:, None] * torch.arange(length, dtype=torch.float64)
+    weights = bias.softmax(-1)
+    expected = torch.einsum("hj,bhjd->bhd", weights, v.double())
+    error = (out[:, :, 0] - expected).norm(dim=-1)
+
+    assert (error < 0.01 * expected.norm(dim=-1)).all()
 
 
 @pytest.mark.parametrize("n_head", [1, 2, 3, 8, 12, 33])
@@ -142,7 +148,16 @@ def test_alibi_slopes_equal_bloom(n_head):
     assert_close(slopes, bloom[:, 0, 1], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (32, 17), (2, 2), (8, 64), (64, 1000)])
+@pytest.mark.parametrize(
+    ("num_buckets", "max_distance"),
+    [
+        (32, 128),
+        (32, 17),
+        (2, 2),
+        (8, 64),
+        (64, 1000),
+    ],
+)
 def test_t5_buckets_equal_transformers(num_buckets, max_distance):
     options = {"num_buckets": num_buckets, "max_distance": max_distance}
     distance = torch.arange(3 * max_distance)
@@ -156,6 +171,7 @@ def test_kerple_leaves_its_limit_when_pushed_up():
     with torch.no_grad():
         pe.p.fill_(-0.5)
         pe.a.fill_(-0.5)
+
     pe.at(torch.arange(5)).sum().backward()
 
     assert (pe.p.grad < 0).all()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import build_gpt, tokens
+from conftest import build_gpt, gradients_of, tokens
 
 # Scalings compute as RoPE does.
 NAMES = [
@@ -17,8 +17,13 @@ NAMES = [
     "t5",
     "fire",
     "relative",
+    "profiles",
+    "cope",
+    "stick_breaking",
+    "path",
+    "rerope",
+    "dca",
 ]
-NAMES += ["profiles", "cope", "stick_breaking", "path", "rerope", "dca"]
 
 
 @pytest.mark.slow
@@ -29,10 +34,13 @@ def test_compiled_gradients_are_those_in_float64(name):
     net = build_gpt(name, train_len=64, n_layer=1, n_kv_head=2, init_std=0.06).train()
     idx = tokens(150)
     # PyTorch's cache does not know for which instructions of the processor its code was written.
-    loss = torch.compile(net, dynamic=False, options={"fx_graph_cache": False})(idx, targets=idx)
-    found = torch.autograd.grad(loss, list(net.parameters()))
+    loss = torch.compile(net, dynamic=False, options={"fx_graph_cache": False})(
+        idx,
+        targets=idx,
+    )
+    found = gradients_of(loss, net)
     net.double()
-    expected = torch.autograd.grad(net(idx, targets=idx), list(net.parameters()))
+    expected = gradients_of(net(idx, targets=idx), net)
     limit = idx.numel() * net.cfg.dim * 2.0**-24
 
     for a, b in zip(found, expected, strict=True):

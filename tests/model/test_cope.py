@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import attend, build_pe, context, normal, variables
+from conftest import attend, build_pe, normal, variables
 from definitions import PAST, D, T, assert_is_defined_by, dot, frequencies, inputs, turned
 
 from model.position.cope import cope_attention
@@ -33,35 +33,36 @@ def cope(pe, q, k, v, x):
     position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=last)
 
     # The table is linear between its entries.
-    below = position.floor().long()
-    above = (below + 1).clamp(max=last)
     at_table = plain_q @ pe.table
     if pe.scaling == "code":
         at_table = at_table / math.sqrt(D)
-    at_below, at_above = (at_table.gather(-1, entry) for entry in (below, above))
-    term = at_below + (position - below) * (at_above - at_below)
+    below = position.floor().long()
+    above = (below + 1).clamp(max=last)
+    at_below = at_table.gather(-1, below)
+    at_above = at_table.gather(-1, above)
+    scores = dot(q, k) + at_below + (position - below) * (at_above - at_below)
     if hasattr(pe, "distances"):
         of_pairs = pe.distances[:, PAST.clamp(max=pe.max_distance)]
-        term = term + torch.einsum("bhid,dij->bhij", plain_q, of_pairs) / math.sqrt(D)
-    return dot(q, k) + term
+        scores = scores + torch.einsum("bhid,dij->bhij", plain_q, of_pairs) / math.sqrt(D)
+    return scores
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("cope", {}),
-        ("cope", {"scaling": "code"}),
-        ("cope", {"gates": "values"}),
-        ("cope", {"gates": "projection"}),
-        ("cope", {"npos_max": 1}),
-        ("cope", {"npos_max": 2}),
-        ("cope", {"npos_max": 100}),
-        ("cope", {"window": 50}),
-        ("cope_rope", {}),
-        ("cope_rope", {"gates": "values"}),
-        ("cope_relative", {"max_distance": 4}),
-    ],
-)
+CASES = [
+    ("cope", {}),
+    ("cope", {"scaling": "code"}),
+    ("cope", {"gates": "values"}),
+    ("cope", {"gates": "projection"}),
+    ("cope", {"npos_max": 1}),
+    ("cope", {"npos_max": 2}),
+    ("cope", {"npos_max": 100}),
+    ("cope", {"window": 50}),
+    ("cope_rope", {}),
+    ("cope_rope", {"gates": "values"}),
+    ("cope_relative", {"max_distance": 4}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
 def test_outputs_and_gradients_are_those_of_the_paper(name, options):
     pe = build_pe(name, n_kv_head=2, **{"npos_max": 5} | options)
     tolerance = 1e-4 if name == "cope_rope" else 1e-9  # cosines are rounded to fp32
@@ -83,58 +84,73 @@ def test_gates_that_cannot_matter_are_left_out_without_a_difference(logit, gates
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("cope_rope", {}), ("cope", {"gates": "projection"}), ("cope", {"temperature": "head"})],
+    [
+        ("cope_rope", {}),
+        ("cope", {"gates": "projection"}),
+        ("cope", {"temperature": "head"}),
+    ],
 )
 def test_in_16_bit_positions_and_gradients_are_those_of_fp32(name, options, precision):
     """Of the same inputs, to the bit: another rounding of a position may be another slope of the table."""
     dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
+    is_mixed = precision != "bf16-true"
     pe = build_pe(name, npos_max=5, **options).to(dtype)  # the weights are rounded alike
-    rounded = [x.to(dtype) for x in normal(*[(2, 4, 7, D)] * 3, (2, 7, 64), (2, 4, 7, D))]
+    heads = (2, 4, 7, D)
+    *tensors, weights = normal(heads, heads, heads, (2, 7, 64), heads, dtype=dtype)
 
-    def outputs(tensors, autocast=False):
-        q, k, v, x, weights = tensors
-        wanted = [*(y.requires_grad_() for y in (q, k, v)), *pe.parameters()]
+    def outputs(q, k, v, x, autocast):
         with torch.autocast("cpu", dtype, enabled=autocast):
-            out = attend(pe, q, k, v, pe.state(x), context(pe, 7))
-        return [out, *torch.autograd.grad((out * weights).sum(), wanted)]
+            out = attend(pe, q, k, v, x)
+        loss = (out * weights.to(q.dtype)).sum()
+        return [out, *torch.autograd.grad(loss, [q, k, v, *pe.parameters()])]
 
-    if precision != "bf16-true":
+    if is_mixed:
         pe.float()
-    found = outputs(rounded, autocast=precision != "bf16-true")
+    found = outputs(*(x.requires_grad_() for x in tensors), autocast=is_mixed)
     pe.float()
-    expected = outputs([x.detach().float() for x in rounded])
+    expected = outputs(
+        *(x.detach().float().requires_grad_() for x in tensors),
+        autocast=False,
+    )
 
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b.to(a.dtype))
 
 
-@pytest.mark.parametrize(("name", "gates"), [("cope", "keys"), ("cope_rope", "values")])
+@pytest.mark.parametrize(
+    ("name", "gates"),
+    [
+        ("cope", "keys"),
+        ("cope_rope", "values"),
+    ],
+)
 def test_the_clamped_share_is_that_of_all_pairs_in_evaluations(name, gates):
-    """All products of q with the keys of the gates are equal: counting is then a multiplication."""
+    """Keys of zero, or values, make all gates 1/2: position i - j + 1 is then a multiplication."""
     length = 32
     npos_max = 4
     pe = build_pe(name, npos_max=npos_max, gates=gates)
     (other,) = normal((1, 4, length, D))
-    of_gates = torch.full_like(other, 1 / math.sqrt(D))
-    k, v = (of_gates, other) if gates == "keys" else (other, of_gates)
+    zeros = torch.zeros_like(other)
+    k, v = (zeros, other) if gates == "keys" else (other, zeros)
 
-    def read(logit, length=length):
-        q = torch.full((1, 4, length, D), logit)
-        attend(pe, q, k[:, :, :length], v[:, :, :length], {}, context(pe, length))
+    def read(n):
+        attend(pe, *(x[:, :, :n] for x in (other, k, v)))
 
-    def share(logit):
-        gate = 1 / (1 + math.exp(-logit))
-        counted = [gate * (i - j + 1) for i in range(length) for j in range(i + 1)]
-        return sum(position >= npos_max - 1 for position in counted) / len(counted)
-
-    read(2.0)  # training
+    read(length)  # training
     pe.eval()
-    read(2.0, length=1)  # decoding
+    read(1)  # decoding
+
     assert pe.metrics() == {}
 
-    read(0.0)
-    read(2.0)
-    expected = (share(0.0) + share(2.0)) / 2
+    read(length)
+    read(16)
+
+    def share(n):
+        positions = [(i - j + 1) / 2 for i in range(n) for j in range(i + 1)]
+        return sum(position >= npos_max - 1 for position in positions) / len(positions)
+
+    expected = (share(length) + share(16)) / 2
+
     assert pe.metrics()["clamped_share"].item() == pytest.approx(expected, rel=1e-6)
 
 

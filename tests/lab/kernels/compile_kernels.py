@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -27,20 +28,13 @@ PTXAS = max(path for path in Path(triton.__file__).parent.rglob("ptxas*") if pat
 RUN = JITFunction.run
 
 
-class Gpu:
+def gpu(capability):
     """What Triton asks the driver of a GPU before it compiles."""
-
-    def __init__(self, capability):
-        self.capability = capability
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self):
-        return self.capability  # Triton keeps what it has compiled for each device
-
-    def get_current_stream(self, device):
-        return 0
+    return SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: capability,  # Triton keeps what it has compiled for each device
+        get_current_stream=lambda device: 0,
+    )
 
 
 def size_of(ptx, capability):
@@ -71,7 +65,7 @@ def tensors_of(bias, length):
 
 def compile_all(bias, capability, head_dim, length, name):
     """Attention with a bias, whose kernels are compiled where they would be launched."""
-    driver.set_active(Gpu(capability))
+    driver.set_active(gpu(capability))
 
     def compiled(kernel, *arguments, warmup, **options):
         full_name = f"{bias}.{kernel.fn.__name__}"
@@ -82,13 +76,17 @@ def compile_all(bias, capability, head_dim, length, name):
         row |= size_of(binary.asm["ptx"], capability)
         # Atomic additions that other additions wait for have fences around them.
         fences = len(re.findall(r"\batom\.\S*acq_rel", binary.asm["ptx"]))
-        print(json.dumps(row | {"shared": binary.metadata.shared, "fences": fences}), flush=True)
+        print(
+            json.dumps(row | {"shared": binary.metadata.shared, "fences": fences}),
+            flush=True,
+        )
 
     JITFunction.run = compiled
     q = torch.zeros(1, 4, length, head_dim, dtype=torch.bfloat16, requires_grad=True)
     k = q[:, :2].detach()
     seen = [torch.arange(length, dtype=torch.int32)] * 2
-    attention(q, k, k, *seen, scale=1.0, bias=bias, extra=tensors_of(bias, length)).sum().backward()
+    extra = tensors_of(bias, length)
+    attention(q, k, k, *seen, scale=1.0, bias=bias, extra=extra).sum().backward()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""A user's own bias, which knows nothing of kernels; and some whose check does not end well."""
+"""A user's own bias, which knows nothing of kernels; and two that kernels must not serve."""
 
 import os
 import signal
-import time
 
 import torch
 
@@ -23,8 +22,8 @@ class Own(DistanceBias):
         return -self.slope[:, None] * distance.float().sqrt()
 
 
-class Planted(Own):
-    """Does harm in another process than the one that made it."""
+class Kills(Own):
+    """Kills any process but the one that made it."""
 
     def __init__(self, shape, **options):
         super().__init__(shape, **options)
@@ -32,23 +31,8 @@ class Planted(Own):
 
     def at(self, distance):
         if os.getpid() != self.home:
-            self.harm()
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().at(distance)
-
-
-class Hung(Planted):
-    def harm(self):
-        time.sleep(3600)
-
-
-class Killed(Planted):
-    def harm(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Crashed(Planted):
-    def harm(self):
-        raise RuntimeError("an illegal memory access was encountered")
 
 
 class Wrong(Own):

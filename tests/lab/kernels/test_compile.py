@@ -19,7 +19,12 @@ def rows(*arguments):
     program = Path(__file__).with_name("compile_kernels.py")
     paths = [os.environ.get("PYTHONPATH", ""), str(ROOT)]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, program, *arguments], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, program, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -47,7 +52,9 @@ def test_all_kernels_compile(capability):
     """They fit into shared memory, the least of which is that of 8.6, 8.9 and 12.0."""
     memory = (227 if capability in (90, 100) else 99) * 1024
     found = rows(str(capability), "64,128", LENGTHS)
+
     assert len(found) == 3 * 5 * 2 * 2
+
     for row in found:
         assert_small(row)
         assert row["shared"] <= memory, row

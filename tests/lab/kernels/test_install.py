@@ -6,14 +6,13 @@ from dataclasses import replace
 import own_bias
 import pytest
 import torch
-from conftest import ROOT, build_gpt, build_pe, read_yaml
+from conftest import ROOT, at_last_scale, attend, build_gpt, build_pe, context, gradients_of, normal, read_yaml
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from conf.schema import Trainer
 from model import position
-from model.position.layer import init_parameters, make_context
-from model.position.network import view
+from model.position.layer import init_parameters
 from model.reading import PackedContext
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware
@@ -25,6 +24,8 @@ from lab.kernels import check
 END = 49
 TRAINER = Trainer(**read_yaml(ROOT / "conf" / "trainer" / "default.yaml"))
 T = 40
+SMALL = {"n_head": 2, "n_kv_head": 1, "dim": 32}
+SHAPE = position.Shape(dim=32, n_head=2, n_kv_head=1, head_dim=16, train_len=T, n_layer=1)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,11 @@ def _home(tmp_path, monkeypatch):
 
 def batch():
     """Inputs and targets [2, T]: rows of 4 documents, of which one is a token, and of 2."""
-    idx, targets = torch.randint(49, (2, 2, T), generator=torch.Generator().manual_seed(0))
+    idx, targets = torch.randint(
+        49,
+        (2, 2, T),
+        generator=torch.Generator().manual_seed(0),
+    )
     idx[0, [6, 7, 30]] = END
     idx[1, 20] = END
     return idx, targets
@@ -52,76 +57,89 @@ def batch():
     ],
 )
 def test_a_network_learns_the_same_from_documents_in_place(name, pe, cfg):
-    net = build_gpt(name, train_len=T, pe=pe, n_head=2, n_kv_head=1, dim=32, **cfg).train()
+    net = build_gpt(name, train_len=T, pe=pe, **SMALL, **cfg).train()
     idx, targets = batch()
     hardware = Hardware("cpu", "32-true", compile=False, kernels=True)
 
     def step():
         read = distributed.reader_of(TRAINER, hardware, END, net.encodings)
         loss = net(idx, read(idx), targets=targets)
-        return loss, *torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, materialize_grads=True)
+        return loss, *gradients_of(loss, net)
 
     expected = step()
     kernels.install(net.encodings)
+
     assert distributed.reader_of(TRAINER, hardware, END, net.encodings).shared is not None
     torch.testing.assert_close(step(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_twin_has_the_name_of_its_class_and_its_copies_have_their_own_scale():
-    q, k, v = torch.randn(3, 1, 4, 30, 16, generator=torch.Generator().manual_seed(0))
-
-    def outputs(pe):
-        copies = (pe, view(pe, active_scale=pe.scales[-1]))
-        return [p.attend(q, k, v, {}, make_context(p, torch.arange(30), 30, 30)) for p in copies]
-
     pe = build_pe("yarn", train_len=8, window=5)
-    expected = outputs(pe)
+    q, k, v = normal(*[(1, 4, 30, 16)] * 3)
+
+    def outputs():
+        return attend(pe, q, k, v), attend(at_last_scale(pe), q, k, v)
+
+    expected = outputs()
     kernels.install([pe])
+    found = outputs()
+
     assert type(pe).__name__ == "Yarn"
-    found = outputs(pe)
     torch.testing.assert_close(found, expected)
     assert not torch.allclose(*found)
 
 
-@pytest.mark.parametrize(("name", "options"), [("path", {}), ("dynamic_ntk", {}), ("cope", {"temperature": "log"})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("path", {}),
+        ("dynamic_ntk", {}),
+        ("cope", {"temperature": "log"}),
+    ],
+)
 def test_documents_are_in_place_only_where_all_encodings_read_them_there(name, options):
     """Where others stand in for the network's own in one pass, documents are packed."""
     encodings = [build_pe("rope"), build_pe("kerple")]
     other = build_pe(name, train_len=200, **options)
+
     assert kernels.reading_of(encodings, END) is None
+
     kernels.install([*encodings, other])
     reading = kernels.reading_of(encodings, END)
-    assert kernels.reading_of([*encodings, other], END) is None
     _, _, contexts = reading.contexts([other], batch()[0], None)
+
+    assert kernels.reading_of([*encodings, other], END) is None
     assert isinstance(contexts[other], PackedContext)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("Hung", "took more than 4 seconds"), ("Killed", "failed: exit code -9"), ("Crashed", "illegal memory access")],
-)
-def test_a_run_whose_check_does_not_end_well_trains_in_blocks_and_says_so(name, said, monkeypatch, capsys):
-    net = build_gpt("nope", train_len=T, n_head=2, n_kv_head=1, dim=32, n_layer=1)
-    pe = getattr(own_bias, name)(position.Shape(32, 2, 1, 16, T, 1))
+def test_a_run_whose_check_does_not_end_well_trains_in_blocks_and_says_so(capsys):
+    net = build_gpt("nope", train_len=T, **SMALL)
+    pe = own_bias.Kills(SHAPE)
     init_parameters(pe, torch.Generator())
-    if name == "Hung":
-        monkeypatch.setattr(check, "LIMIT", 4.0)
+
     distributed.install_kernels([pe], Hardware("cpu", "bf16-mixed", compile=False, kernels=True))
+
+    (said,) = capsys.readouterr().err.splitlines()
+
+    assert "failed: exit code -9" in said
     assert not kernels.is_twin(pe)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert said in lines[0]
-    net(torch.zeros(1, T, dtype=torch.long), encodings=[pe])
+
+    net(torch.zeros(1, T, dtype=torch.long), encodings=[pe, pe])
 
 
 def test_a_verdict_is_kept_and_no_other_encodings_are_judged_by_it(monkeypatch):
-    shape = position.Shape(32, 2, 1, 16, T, 1)
-    wrong = own_bias.Wrong(shape)
+    wrong = own_bias.Wrong(SHAPE)
+
     assert "Wrong: " in kernels.problem([wrong], "cpu")
+
     monkeypatch.setattr(check, "outcome_of", lambda *asked, **environment: "was asked again")
+
     assert "Wrong: " in kernels.problem([wrong], "cpu")
-    for other in (own_bias.Wrong(shape._replace(head_dim=8)), own_bias.Own(shape), build_pe("rope")):
+
+    of_another_shape = own_bias.Wrong(SHAPE._replace(head_dim=8))
+    for other in (of_another_shape, own_bias.Own(SHAPE), build_pe("rope")):
         assert kernels.problem([other], "cpu") == "their check was asked again"
+
     assert kernels.problem([build_pe("path")], "cpu") == ""  # it has no kernels
 
 
@@ -140,15 +158,23 @@ def test_fake_tensors_have_the_shapes_of_real_ones_and_memory_is_linear(name):
     def kept(length):
         """Numbers that the backward pass needs."""
         sizes = []
-        heads = {"q": 4, "k": 2, "v": 2}
         with FakeTensorMode(allow_non_fake_inputs=True):
-            inputs = [torch.empty(2, n, length, 24, dtype=torch.bfloat16, requires_grad=True) for n in heads.values()]
+            q = torch.empty(2, 4, length, 24, dtype=torch.bfloat16, requires_grad=True)
+            k = torch.empty(2, 2, length, 24, dtype=torch.bfloat16, requires_grad=True)
+            v = torch.empty_like(k, requires_grad=True)
             x = torch.empty(2, length, 64, dtype=torch.bfloat16, requires_grad=True)
-            ctx = replace(make_context(pe, torch.arange(length), length, length), sinks=torch.ones(4))
-            with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
-                out = pe.attend(*inputs, pe.state(x), ctx)
-            grads = torch.autograd.grad(out.float().sum(), inputs)
-        for found, like in zip([out, *grads], [inputs[0], *inputs], strict=True):
+            ctx = replace(context(pe, length), sinks=torch.ones(4))
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda x: sizes.append(x.numel()) or x,
+                lambda x: x,
+            ):
+                out = pe.attend(q, k, v, pe.state(x), ctx)
+            grads = torch.autograd.grad(out.float().sum(), (q, k, v))
+        for found, like in zip(
+            (out, *grads),
+            (q, q, k, v),
+            strict=True,
+        ):
             assert (found.shape, found.dtype) == (like.shape, like.dtype)
         return sum(sizes)
 
@@ -156,14 +182,20 @@ def test_fake_tensors_have_the_shapes_of_real_ones_and_memory_is_linear(name):
 
 
 def test_a_compiled_network_is_one_graph_with_kernels():
-    net = build_gpt("kerple", train_len=20, n_head=2, n_kv_head=1, dim=32, sinks=True).train()
+    net = build_gpt("kerple", train_len=20, **SMALL, sinks=True).train()
     kernels.install(net.encodings)
     idx = torch.arange(20).view(1, 20)
-    parameters = list(net.parameters())
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(net, fullgraph=True, dynamic=False, backend=counter)
-    found, expected = (torch.autograd.grad(f(idx, targets=idx), parameters) for f in (compiled, net))
+
+    found = gradients_of(compiled(idx, targets=idx), net)
     torch._dynamo.reset()
+
     assert counter.frame_count == 1
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        found,
+        gradients_of(net(idx, targets=idx), net),
+        rtol=1e-4,
+        atol=1e-6,
+    )

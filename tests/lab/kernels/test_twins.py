@@ -1,12 +1,14 @@
 """Twins of encodings, whose attention kernels compute, against the encodings: in Triton's interpreter, on a CPU."""
 
+from contextlib import suppress
+
 import pytest
 import torch
-from conftest import build_pe
+from conftest import attend, build_pe
 from own_bias import Own
 
 from model import position
-from model.position.layer import init_parameters, make_context
+from model.position.layer import init_parameters
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 import triton
@@ -34,7 +36,8 @@ def encoding(name, *, gates=None, n_head=3, n_kv_head=1, head_dim=16, **options)
 
 def assert_right(pe, length, dtype=FP32, *, documents=True):
     """Errors are at most twice those in PyTorch, and what rounding leaves: terms of the gradient of a gate cancel."""
-    for name, error in check.errors(pe, length, dtype, documents=documents, rounded=2e-3, exact=3e-5).items():
+    limits = {"rounded": 2e-3, "exact": 3e-5}
+    for name, error in check.errors(pe, length, dtype, documents=documents, **limits).items():
         assert error.is_right, (name, error)
 
 
@@ -58,7 +61,13 @@ def test_outputs_and_all_gradients_are_those_of_the_encoding(case, monkeypatch):
     assert_right(encoding(name, **options), length, dtype)
 
 
-@pytest.mark.parametrize(("gates", "window"), [(-12.0, 100), (-3.0, 40)])
+@pytest.mark.parametrize(
+    ("gates", "window"),
+    [
+        (-12.0, 100),
+        (-3.0, 40),
+    ],
+)
 def test_gates_that_let_little_pass_have_exact_gradients(gates, window):
     """Of a query's own key, whose weight is nearly 1, nothing reaches the gates."""
     pe = encoding("fox_rope", n_head=1, window=window, gates=gates)
@@ -103,13 +112,15 @@ PLANTED = {
 @pytest.mark.parametrize("defect", PLANTED)
 def test_the_check_finds_a_wrong_kernel(defect, monkeypatch):
     pe = encoding("kerple", window=20)
-    assert all(error.is_right for error in check.errors(pe, 70, FP16).values())
+
+    def is_right():
+        return all(error.is_right for error in check.errors(pe, 70, FP16).values())
+
+    assert is_right()
+
     monkeypatch.setitem(*PLANTED[defect])
-    try:
-        is_found = not all(error.is_right for error in check.errors(pe, 70, FP16).values())
-    except NotImplementedError:  # of a tensor on another device
-        is_found = True
-    assert is_found
+    with suppress(NotImplementedError):  # of a tensor on another device
+        assert not is_right()
 
 
 def test_where_no_kernel_serves_the_specification_does():
@@ -117,14 +128,24 @@ def test_where_no_kernel_serves_the_specification_does():
     pe = encoding("kerple", n_head=2)
     twin = encoding("kerple", n_head=2)
     twin.__class__ = twins.twin_of(type(twin))
-    q, k, v = torch.randn(3, 1, 2, 20, 16).unbind()
-    pos = torch.arange(20)
-    for queries, dtype in ((q[:, :, -1:], torch.float32), (q, torch.float64)):
-        inputs = [x.to(dtype) for x in (queries, k, v)]
-        ctx = make_context(pe, pos, queries.size(2), 20)
-        out, expected = (p.attend(*inputs, {}, ctx) for p in (twin, pe))
-        assert torch.equal(out, expected)
-    other = type("Other", (type(pe),), {"bias": lambda self, q, ctx: torch.zeros(2, 20, 20)})
+    q, k, v = torch.randn(3, 1, 2, 20, 16)
+    newest = q[:, :, -1:]
+
+    assert torch.equal(
+        attend(twin, newest, k, v),
+        attend(pe, newest, k, v),
+    )
+
+    q, k, v = (x.double() for x in (q, k, v))
+
+    assert torch.equal(attend(twin, q, k, v), attend(pe, q, k, v))
+
+    other = type(
+        "Other",
+        (type(pe),),
+        {"bias": lambda self, q, ctx: torch.zeros(2, 20, 20)},
+    )
+
     assert twins.bias_of(other) is None
 
 
@@ -148,7 +169,9 @@ def test_all_lengths_and_widths(kind, length, head_dim, dtype, monkeypatch):
     """Windows of one, documents of one token, sinks at 30, gates at 12 and -3, among groups of three heads."""
     monkeypatch.setattr(cope, "CHUNK", 64)
     pe = encoding(kind, head_dim=head_dim, **KINDS[kind])
+
     assert_right(pe, length, dtype, documents=False)
+
     # Behind a sink at 30 outputs may be so small that fp16 rounds them to multiples of its smallest number.
     monkeypatch.setattr(check, "SINKS", 30.0 if dtype == FP32 else 8.0)
     if length > 3:

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,14 +33,20 @@ def words(tmp_path_factory):
     hf_tokenizer.train(questions, 1000, path)
 
     source = TextFiles(files="none", tokenizer=str(path))
-    essays = torch.tensor([source.encode("\n".join(ESSAY * 40))])
+    essays = source.encode("\n".join(ESSAY * 40))
     source.validation = validation_of(essays)
     return source
 
 
 def validation_of(ids):
-    """In the place of a source's `validation`: the text of `ids` [1, T], from which essays are taken."""
-    return lambda length, tokens: scoring.EvalSet("text", 1000, 1, lambda start, stop: (ids, ids))
+    """In the place of a source's `validation`: the text of `ids`, from which essays are taken."""
+    x = torch.tensor([ids])
+    return lambda length, tokens: scoring.EvalSet(
+        "text",
+        1000,
+        1,
+        lambda start, stop: (x, x),
+    )
 
 
 def list_bytes(text: str) -> list[int]:
@@ -55,7 +62,9 @@ def solve(text: str) -> tuple[set[str], list[str]]:
         return solve_needles(context, asked), given
     if "VAR" in context:
         return solve_variables(context, asked), given
-    return (solve_common_words if "numbered" in context else solve_frequent_words)(context), given
+    if "numbered" in context:
+        return solve_common_words(context), given
+    return solve_frequent_words(context), given
 
 
 def solve_needles(context: str, asked: str) -> set[str]:
@@ -66,7 +75,7 @@ def solve_needles(context: str, asked: str) -> set[str]:
 
 
 def solve_variables(context: str, asked: str) -> set[str]:
-    value_asked = re.findall(r"the value (\d{5})", asked)[0]
+    value_asked, *_ = re.findall(r"the value (\d{5})", asked)
     values = {}
     for name, source in re.findall(r"^VAR ([A-Z]{5}) = (?:VAR )?(\w{5})$", context, re.MULTILINE):
         values[name] = values.get(source, source)  # the chain stands in its order
@@ -75,10 +84,12 @@ def solve_variables(context: str, asked: str) -> set[str]:
 
 def solve_common_words(context: str) -> set[str]:
     """The ten words of a numbered list that come most often: 30 times where others come 3 times, or 6 and 1."""
-    counts = Counter(re.findall(r"\d+\. (\w{6})", context))
-    assert set(counts.values()) in ({30, 3}, {6, 1})
-    assert [*counts.values()].count(max(counts.values())) == 10
-    return {word for word, _ in counts.most_common(10)}
+    words = Counter(re.findall(r"\d+\. (\w{6})", context))
+    common = dict(words.most_common(10))
+    others = words - Counter(common)
+    assert {*common.values()} | {*others.values()} in ({30, 3}, {6, 1})
+    assert max(others.values()) < min(common.values()) == max(common.values())
+    return {*common}
 
 
 def solve_frequent_words(context: str) -> set[str]:
@@ -86,10 +97,12 @@ def solve_frequent_words(context: str) -> set[str]:
     words = re.findall(r"(?<= )(?:\.\.\.|[a-z]{6})(?= |$)", context.split("coded words.")[1])
     coded = Counter(words).most_common()
     counts = [count for _, count in coded]
-    share_of_rank = np.arange(1, len(counts) + 1.0) ** -2 / zeta(2)
+    share_of_rank = 1 / (zeta(2) * np.arange(1, len(counts) + 1) ** 2)
     # How many were drawn in all, as the most frequent one tells.
-    least, most = (int(count * zeta(2)) for count in (counts[0], counts[0] + 1))
-    assert any(counts == (n * share_of_rank).astype(int).tolist() for n in range(least, most + 1))
+    least = int(counts[0] / share_of_rank[0])
+    most = int((counts[0] + 1) / share_of_rank[0])
+    expected = [(n * share_of_rank).astype(int).tolist() for n in range(least, most + 1)]
+    assert counts in expected
     return {word for word, _ in coded[:4]} - {"..."}
 
 
@@ -102,13 +115,30 @@ def data(request):
     return TextFiles(files="none") if request.param == "bytes" else request.getfixturevalue("words")
 
 
-def asked(data, task, length, trial=0, depth=0.0, **options):
+def asked(data, task, length, trial, depth, twin=False):
     """A question of `length` tokens as text, its answer, and how many tokens both have."""
-    ids, n = question(task, data.encode, length, (7, trial), depth=depth, essay=ESSAY, **options)
-    return data.decode(ids[:-n]), data.decode(ids[-n:]), len(ids)
+    ids, n = question(
+        task,
+        data.encode,
+        length,
+        (7, trial),
+        depth=depth,
+        twin=twin,
+        essay=ESSAY,
+    )
+    text = data.decode(ids[:-n])
+    answer = data.decode(ids[-n:])
+    return text, answer, len(ids)
 
 
-trials = pytest.mark.parametrize(("length", "trial", "depth"), [(1300, 0, 0.0), (1301, 1, 0.5), (2000, 2, 1.0)])
+trials = pytest.mark.parametrize(
+    ("length", "trial", "depth"),
+    [
+        (1300, 0, 0.0),
+        (1301, 1, 0.5),
+        (2000, 2, 1.0),
+    ],
+)
 
 
 @trials
@@ -117,23 +147,18 @@ def test_a_question_has_one_answer_which_is_wrong_in_its_twin(task, data, length
     """A twin asks the same of another text."""
     text, answer, n_tokens = asked(data, task, length, trial, depth)
     twin, twin_answer, _ = asked(data, task, length, trial, depth, twin=True)
-
     one_more_line = len(data.encode(f"\n{NOISE}"))
+    solutions, given = solve(text)
+    of_twin, given_in_twin = solve(twin)
 
     assert length + 1 - one_more_line < n_tokens <= length + 1
     assert re.fullmatch(r" \w+", answer)
-
-    solutions, given = solve(text)
-
     assert solutions - {*given} == {answer.strip()}
     assert len(given) == len(solutions) - 1 == GIVEN.get(task, 0)
 
     assert twin_answer == answer
-    assert twin.rsplit("\n", 1)[1] == text.rsplit("\n", 1)[1]  # the question
-
-    solutions, given = solve(twin)
-
-    assert solutions - {*given} != {answer.strip()}
+    assert twin.splitlines()[-1] == text.splitlines()[-1]  # the question
+    assert of_twin - {*given_in_twin} != {answer.strip()}
 
 
 @trials
@@ -141,16 +166,17 @@ def test_a_question_has_one_answer_which_is_wrong_in_its_twin(task, data, length
 def test_a_needle_lies_at_its_depth(task, data, length, trial, depth):
     text, answer, _ = asked(data, task, length, trial, depth)
     lines = text.split("\n")[1:-1]
-    filler = [i for i, line in enumerate(lines) if "magic" not in line]
-    (place,) = [i for i, line in enumerate(lines) if line.endswith(f":{answer}.")]
+    before, _ = "\n".join(lines).split(f":{answer}.")
+    filler = [line for line in lines if "magic" not in line]
+    n_before = sum("magic" not in line for line in before.split("\n"))
 
-    assert {lines[i] for i in filler} == set(ESSAY if task in ESSAYS else [NOISE])
-    assert np.searchsorted(filler, place) == round(depth * len(filler))
+    assert set(filler) == set(ESSAY if task in ESSAYS else [NOISE])
+    assert n_before == round(depth * len(filler))
 
 
 def test_questions_are_those_of_their_seed():
-    asked = [question("vt", list_bytes, 1300, seed) for seed in [(7, 0), (7, 0), (8, 0)]]
-    assert asked[0] == asked[1] != asked[2]
+    first, again, other = (question("vt", list_bytes, 1300, (seed, 0)) for seed in (7, 7, 8))
+    assert first == again != other
 
 
 def test_essays_are_whole_sentences_and_lines():
@@ -169,7 +195,8 @@ def test_essays_are_whole_sentences_and_lines():
 
 def measure(net, data, task, lengths=(SMALL, 2 * SMALL)):
     """The results of each depth, at the shorter of two lengths."""
-    plan = Ruler(tasks=[task], depths=2, trials=3).plan(data, SimpleNamespace(lengths=[*lengths]))
+    ruler = Ruler(tasks=[task], depths=2, trials=3)
+    plan = ruler.plan(data, SimpleNamespace(lengths=[*lengths]))
     results = results_of(plan, net, data.token_bytes)
     assert [result.length for result in results] == [*lengths] * (len(results) // 2)
     return results[::2]
@@ -183,23 +210,32 @@ def test_the_scores_of_ruler_are_those_of_generation(words, monkeypatch):
 
     def log_probability(ids, n):
         """Of the last n tokens."""
-        log_p = exact_net(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
-        return sum(float(log_p[i, ids[i]]) for i in range(-n, 0))
+        log_p = exact_net(torch.tensor([ids[:-1]])).log_softmax(-1)
+        answer = torch.tensor(ids[-n:])[:, None]
+        return log_p[0, -n:].gather(-1, answer).sum().item()
 
-    for result, depth in zip(measure(net, words, "niah_single"), (0.0, 1.0), strict=True):
-        assert (result.task, result.depth, len(result.nats)) == ("niah_single", depth, 3)
-        gains = np.subtract(result.baseline_nats, result.nats)
-        for trial, gain in enumerate(gains):
-            ids, n = question("niah_single", words.encode, SMALL, (0, trial), depth=depth)
-            twin = question("niah_single", words.encode, SMALL, (0, trial), depth=depth, twin=True)
+    results = measure(net, words, "niah_single")
+
+    assert [result.depth for result in results] == [0.0, 1.0]
+
+    for result in results:
+        assert (result.task, len(result.nats)) == ("niah_single", 3)
+        for trial in range(3):
+            ask = partial(
+                question,
+                "niah_single",
+                words.encode,
+                SMALL,
+                (0, trial),
+                depth=result.depth,
+            )
+            ids, n = ask()
             generated = generate(net, torch.tensor([ids[:-n]]), n, temperature=0)
             is_right = [int(token) for token in generated] == ids[-n:]
+            gain = log_probability(ids, n) - log_probability(*ask(twin=True))
 
             assert (result.errors[trial] == 0) == is_right
-
-            expected = log_probability(ids, n) - log_probability(*twin)
-
-            assert gain == pytest.approx(expected, rel=1e-4, abs=1e-4)
+            assert result.baseline_nats[trial] - result.nats[trial] == pytest.approx(gain, rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -215,12 +251,13 @@ def test_a_network_that_does_not_read_gains_nothing(task, words):
 
 def test_what_cannot_be_asked_is_found_before_any_work():
     data = TextFiles(files="none")
-    data.validation = validation_of(torch.full((1, 1000), ord("a")))
+    data.validation = validation_of([ord("a")] * 1000)
 
     with pytest.raises(ValueError, match=r"a text of 400 tokens has no room for vt, which takes (\d+)") as error:
         Ruler(tasks=["vt"]).plan(data, SimpleNamespace(lengths=[400, 2000]))
 
     least = int(re.findall(r"takes (\d+)", str(error.value))[0])
+    ids, _ = question("vt", data.encode, least, (0, 0))
 
-    assert len(question("vt", data.encode, least, (0, 0))[0]) == least + 1
+    assert len(ids) == least + 1
     assert Ruler().plan(Recall(), SimpleNamespace(lengths=[2000])) is None

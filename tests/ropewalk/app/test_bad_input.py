@@ -25,6 +25,11 @@ CASES = [
     ("optim.lr=much trainer.max_steps=-1", "optim.lr='much'"),
     ("optim.lr=much trainer.max_steps=-1", "\ntrainer.max_steps=-1"),
     ("optim.lrr=1 foo=1", "did you mean optim.lr?\nfoo: there is no such key"),
+    ("pe=yarm pe.scale=2 optim.lrr=1", "did you mean yarn?\noptim.lrr: there is no such key"),
+    ("--optim.lr=0", "error: optim.lr=0: "),
+    ("--batch_size 32", "'batch_size' is not KEY=VALUE"),
+    ("seed=0,1", "-m seed=0,1"),
+    ("-m seed=0,1 --cfg=job", "seed=0,1: several values"),
     ("wandb=true", "logger=wandb"),
     ("logger.project=x", "logger=wandb"),
     ("data=code data.files=x", "data=text"),
@@ -114,6 +119,11 @@ CASES = [
     ("max_iters=100", "trainer.max_steps"),
     ("out_dir=out", "runs_dir"),
     ("eval_interval=10", "trainer.val_every"),
+    ("model.hidden_size=64", "model.dim"),
+    ("trainer.max_time=9", "trainer.time_limit"),
+    ("pe=rotary", "pe=rope"),
+    ("data=shakespeare", "data.files="),
+    ("data=openwebtext", "data.path="),
 ]
 
 

@@ -1,5 +1,6 @@
 """Figures show the numbers of the table, are the same bytes each time, and everyone can tell their lines apart."""
 
+import json
 from itertools import combinations
 
 import matplotlib.pyplot as plt
@@ -7,40 +8,29 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
+from matplotlib.markers import CARETDOWN, CARETUP
 from matplotlib.text import Text
 from synthetic import write_run
 
 import ropewalk
 from ropewalk.report import plot
 
-SEEN_AS = {  # linear RGB as the colour-blind see it: Machado, Oliveira and Fernandes, 2009
-    "normal": np.eye(3),
-    "protan": [
-        [0.152286, 1.052583, -0.204868],
-        [0.114503, 0.786281, 0.099216],
-        [-0.003882, -0.048116, 1.051998],
-    ],
-    "deutan": [
-        [0.367322, 0.860646, -0.227968],
-        [0.280085, 0.672501, 0.047413],
-        [-0.011820, 0.042940, 0.968881],
-    ],
-    "tritan": [
-        [1.255528, -0.076749, -0.178779],
-        [-0.078411, 0.930809, 0.147602],
-        [0.004733, 0.691367, 0.303900],
-    ],
+# Linear RGB as the colour-blind see it: Machado, Oliveira and Fernandes, 2009.
+SEEN_AS = {
+    "normal": "1 0 0  0 1 0  0 0 1",
+    "protan": "0.152286 1.052583 -0.204868  0.114503 0.786281 0.099216  -0.003882 -0.048116 1.051998",
+    "deutan": "0.367322 0.860646 -0.227968  0.280085 0.672501 0.047413  -0.011820 0.042940 0.968881",
+    "tritan": "1.255528 -0.076749 -0.178779  -0.078411 0.930809 0.147602  0.004733 0.691367 0.303900",
 }
-CONES = [  # Oklab: Ottosson, 2020
-    [0.412221, 0.536333, 0.051446],
-    [0.21190350, 0.68069955, 0.10739696],
-    [0.08830246, 0.28171884, 0.6299787],
-]
-OKLAB = [
-    [0.210454, 0.793618, -0.004072],
-    [1.97799850, -2.42859221, 0.45059371],
-    [0.02590404, 0.78277177, -0.80867577],
-]
+# Oklab: Ottosson, 2020.
+CONES = "0.412221 0.536333 0.051446  0.21190350 0.68069955 0.10739696  0.08830246 0.28171884 0.6299787"
+OKLAB = "0.210454 0.793618 -0.004072  1.97799850 -2.42859221 0.45059371  0.02590404 0.78277177 -0.80867577"
+LUMINANCE = [0.2126, 0.7152, 0.0722]
+
+
+def times(matrix, vectors):
+    """The products of a matrix, given as text, and each vector."""
+    return vectors @ np.array(matrix.split(), float).reshape(3, 3).T
 
 
 def linear(colours):
@@ -51,39 +41,33 @@ def linear(colours):
 @pytest.mark.parametrize("kind", SEEN_AS)
 @pytest.mark.parametrize("palette", [plot.LIGHT, plot.DARK])
 def test_any_two_colours_differ_for_everyone(palette, kind):
-    seen = np.clip(linear([*palette.lines, palette.ink, palette.grey]) @ np.array(SEEN_AS[kind]).T, 0, 1)
-    lab = np.cbrt(seen @ np.array(CONES).T) @ np.array(OKLAB).T
-    distances = np.linalg.norm(lab[:, None] - lab[None], axis=-1)
-    assert distances[np.triu_indices(len(lab), 1)].min() > 0.09
+    colours = linear([*palette.lines, palette.ink, palette.grey])
+    seen = times(SEEN_AS[kind], colours).clip(0, 1)
+    lab = times(OKLAB, np.cbrt(times(CONES, seen)))
+    assert min(np.linalg.norm(a - b) for a, b in combinations(lab, 2)) > 0.09
 
-    luminance = np.array([0.2126, 0.7152, 0.0722])
-    light = linear(palette.lines) @ luminance + 0.05
-    paper = linear([palette.paper]) @ luminance + 0.05
-    assert (np.maximum(light, paper) / np.minimum(light, paper)).min() >= 3
+
+@pytest.mark.parametrize("palette", [plot.LIGHT, plot.DARK])
+def test_lines_have_a_contrast_of_3_to_the_paper(palette):
+    light = linear(palette.lines) @ LUMINANCE + 0.05
+    paper = linear([palette.paper]) @ LUMINANCE + 0.05
+    assert min(np.maximum(light, paper) / np.minimum(light, paper)) >= 3
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def table(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for seed in (0, 1, 2):
-        write_run(folder, "rope", seed, variants=("yarn", "rerope"), noise=0.002)
+        write_run(folder, "rope", seed, variants=["yarn", "rerope"], noise=0.002)
         for pe in ("alibi", "cope", "fox", "nope"):
-            run = write_run(folder, pe, seed, noise=0.002)
-            rows = [f'{{"step": {n}, "tokens": {4 * n}, "val/bits_per_byte": {4 / n + seed}}}\n' for n in range(1, 9)]
-            (run / "metrics.jsonl").write_text("".join(rows))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def table(folder):
+            write_run(folder, pe, seed, noise=0.002)
     return ropewalk.runs(folder)
 
 
-def points(ax, colour):
-    """The points of the curve in a colour: the longest line."""
-    lines = [line for line in ax.lines if line.get_color() == colour]
-    longest = max(lines, key=lambda line: len(line.get_xdata()) * (line.get_alpha() is None))
-    return dict(zip(*longest.get_data(), strict=True))
+def of_colour(ax, colour):
+    """What is drawn in a colour as lines or dots: x and y of each, the longest first."""
+    lines = [line.get_data() for line in ax.lines if line.get_color() == colour]
+    return sorted(lines, key=lambda xy: -len(xy[0]))
 
 
 @pytest.mark.parametrize("size", [plot.WIDE, plot.NARROW])
@@ -94,13 +78,12 @@ def test_a_figure_shows_the_table_and_its_words_have_room(table, size):
         "fox": plot.LIGHT.lines[0],
         "alibi": plot.LIGHT.lines[1],
     }
-    longer = table[table.length >= 256]
     for line, colour in colours.items():
-        rows = longer[(longer.line == line) & longer.seed.isna()]
-        assert points(ax, colour) == dict(zip(rows.length, rows.gain, strict=True))
-    dots = [line.get_ydata() for line in ax.lines if line.get_alpha() and line.get_color() == colours["fox"]]
-    of_seeds = longer.gain[(longer.line == "fox") & longer.seed.notna()]
-    assert sorted(dots[0]) == sorted(of_seeds)
+        rows = table[(table.line == line) & (table.length >= 256)]
+        dots, means, *_ = of_colour(ax, colour)
+        over_seeds = rows[rows.seed.isna()]
+        np.testing.assert_array_equal(means, [over_seeds.length, over_seeds.gain])
+        assert sorted(dots[1]) == sorted(rows.gain[rows.seed.notna()])
 
     # The best line is on the axis with its interval. What leaves the axis has its number.
     bottom, top = ax.get_ylim()
@@ -113,42 +96,50 @@ def test_a_figure_shows_the_table_and_its_words_have_room(table, size):
 
     # No word lies upon another, or outside of the figure.
     ax.figure.draw_without_rendering()
-    boxes = [Text.get_window_extent(text) for text in ax.texts]  # without the line to the end of the curve
     drawn = [label for label in ax.get_yticklabels() if bottom <= label.get_position()[1] <= top]  # not those beyond
-    boxes += [label.get_window_extent() for label in [*ax.get_xticklabels(), *drawn] if label.get_text()]
+    labels = [label for label in [*ax.get_xticklabels(), *drawn] if label.get_text()]
+    boxes = [Text.get_window_extent(text) for text in [*ax.texts, *labels]]  # without the line to the end of the curve
     assert not any(box.overlaps(other) for box, other in combinations(boxes, 2))
-    whole = ax.figure.bbox
-    assert all(whole.containsx(x) for box in boxes for x in (box.x0, box.x1))
-    assert all(whole.containsy(y) for box in boxes for y in (box.y0, box.y1))
+    width, height = ax.figure.bbox.size
+    for box in boxes:
+        assert 0 <= box.x0 < box.x1 <= width
+        assert 0 <= box.y0 < box.y1 <= height
 
 
-def test_other_figures_show_their_tables(folder, table):
-    """The lead, the mean of the curves; of one uncertain line the whole interval, and of one curve its end."""
-    blue = plot.LIGHT.lines[0]
-    rows = table[(table.line == "fox") & table.seed.isna()]
+@pytest.mark.parametrize(("column", "value", "arrow"), [("gain_low", -9.0, CARETDOWN), ("gain_high", 9.0, CARETUP)])
+def test_an_interval_that_leaves_the_axis_ends_in_an_arrow(table, column, value, arrow):
+    rows = table[table.line.isin(["fox", "rope"]) & table.seed.isna()]
+    is_wide = (rows.line == "rope") & (rows.length == 256)
+    ax = plot.gain(rows.assign(**{column: rows[column].mask(is_wide, value)}), plot.new())
+    arrows = [line.get_data() for line in ax.lines if line.get_marker() == arrow]
+    ((x, y),) = np.concatenate(arrows, axis=1).T
+    assert x == 256
+    assert y in ax.get_ylim()
+
+
+def test_the_lead_is_over_the_reference(table):
     ax = plot.gain(table, plot.new(), lines=["fox"], over="reference")
-    assert points(ax, blue) == dict(zip(rows.length, rows.lead, strict=True))
-    recorded = ropewalk.curves(folder)
-    ax = plot.curves(recorded, plot.new(), lines=["fox"])
-    assert points(ax, blue) == pytest.approx({4 * n: 4 / n + 1 for n in range(1, 9)})
-    alone = plot.gain(rows.assign(gain_high=rows.gain + 1), plot.new())
-    assert alone.get_ylim()[1] > rows.gain.max() + 1
-    rising = recorded[recorded.label == "fox"].assign(**{"val/bits_per_byte": recorded.step})
-    assert plot.curves(rising, plot.new()).get_ylim()[1] > 8
+    rows = table[(table.line == "fox") & table.seed.isna()]
+    _, lead, *_ = of_colour(ax, plot.LIGHT.lines[0])
+    np.testing.assert_array_equal(lead, [rows.length, rows.lead])
 
 
-def test_a_figure_is_the_same_bytes_each_time(table, tmp_path):
-    starts = {
-        "svg": b"<?xml",
-        "pdf": b"%PDF",
-        "png": b"\x89PNG",
-    }
-    for kind, start in starts.items():
-        files = [tmp_path / f"{name}.{kind}" for name in "ab"]
-        for file in files:
-            plot.save(plot.gain(table, plot.new()).figure, file)
-        assert files[0].read_bytes() == files[1].read_bytes()
-        assert files[0].read_bytes().startswith(start)
+def test_curves_are_means_over_the_seeds_and_end_on_the_axis(tmp_path):
+    for seed in (0, 1, 2):
+        run = write_run(tmp_path, "fox", seed, finished=False)
+        rows = [{"step": n, "tokens": 4 * n, "val/loss": n + seed} for n in range(1, 9)]
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    ax = plot.curves(ropewalk.curves(tmp_path), plot.new())
+    steps = np.arange(1, 9)
+    mean, *_ = of_colour(ax, plot.LIGHT.lines[0])
+    np.testing.assert_array_equal(mean, [4 * steps, steps + 1])
+    assert ax.get_ylim()[1] > 9
+
+
+@pytest.mark.parametrize("kind", ["svg", "pdf", "png"])
+def test_a_figure_is_the_same_bytes_each_time(table, kind):
+    first, second = (plot.written(plot.gain(table, plot.new()).figure, kind) for _ in range(2))
+    assert first == second
 
 
 def test_mistakes_name_what_there_is(table):
@@ -165,12 +156,9 @@ def test_mistakes_name_what_there_is(table):
             mistake()
 
 
-def test_a_figure_of_a_user(table):
-    """In their own axes, on a dark background; without any, in one of pyplot's."""
-    _, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
-    axes[1].set_facecolor("black")
-    assert ropewalk.plot.gain(table, axes[1], lines=["fox"]) is axes[1]
-    assert points(axes[1], plot.DARK.lines[0])
-    ropewalk.plot.gain(table)
-    assert len(plt.get_fignums()) == 2
-    plt.close("all")
+def test_a_figure_of_a_user_has_their_axes_and_background_or_is_one_of_pyplot(table):
+    dark = plot.new(palette=plot.DARK)
+    assert plot.gain(table, dark, lines=["fox"]) is dark
+    assert of_colour(dark, plot.DARK.lines[0])
+    assert ropewalk.plot.gain(table).figure is plt.gcf()
+    plt.close()
