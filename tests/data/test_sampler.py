@@ -40,6 +40,14 @@ def test_a_permutation_looks_random_and_follows_its_keys():
     assert (images == others).sum() < 10
 
 
+def test_a_permutation_of_more_than_fits_into_memory():
+    n = 10**12
+    images = feistel_permutation(np.array([0, 1, n - 1]), n, [1, 2, 3, 4])
+
+    assert len(np.unique(images)) == 3
+    assert 0 <= images.min() <= images.max() < n
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 def test_a_step_has_the_same_samples_however_divided(accumulate, world_size):
