@@ -327,8 +327,8 @@ def test_gradients_in_bf16_are_near_those_in_float64(name, length):
     limit = 8 * 2.0**-9
     for key, exact in expected.items():
         # The bias of all scores of a head changes no softmax, and what FIRE's network has from c and its last weights
-        # is such a bias, nearly.
-        if name != "fire" or key in "qkv":
+        # is such a bias, nearly. What turns lerope's frequencies is a sum over all pairs of tokens, which cancels.
+        if name not in ("fire", "lerope") or key in "qkv":
             error = found[key].double() - exact
             assert error.norm() < limit * exact.norm(), key
 
