@@ -184,6 +184,13 @@ def paired(table: pd.DataFrame) -> list[str]:
     return in_markdown(tabulated(table, columns))
 
 
+def at_lengths(table: pd.DataFrame) -> list[str]:
+    """Return a table of the losses at all lengths, of what was trained and not of what it began with."""
+    table = table[~table.line.str.startswith(frame.START)]
+    lengths = sorted(table.length.unique())
+    return in_markdown(tabulated(table, {f"{table.unit.iloc[0]} at {n}": ("value", n) for n in lengths}))
+
+
 def insert(file: Path, name: str, lines: Sequence[str]) -> None:
     """Replace what stands between the two marks of one of ARCHIVES. Raises ValueError: the file has no such marks."""
     text, n = re.subn(
@@ -212,7 +219,7 @@ ARCHIVES: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "qk_norm": by_length,
     "qk_norm_code": by_length,
     "dropping": by_length,
-    "olmpool": against_rope,
+    "olmpool": at_lengths,
 }
 EFFECTS = {
     "qk_norm": effects.of_norm,

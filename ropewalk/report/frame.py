@@ -21,10 +21,11 @@ from ropewalk.files import printable, read_json, refuse_link
 
 BEFORE, AFTER = "before training", "after training"  # readings of a run that starts from a model
 START = "model before "  # begins the name of the line of that model, which ends with the label of the run
-# Key prefixes in which the runs of a group may differ: they only observe the training, or depend on the machine.
+# Key prefixes in which the runs of a group may differ: they only observe the training, or depend on the machine. A
+# tokenizer is part of the identity of the data, and seeds that start from runs of their own have it from there.
 IGNORED = (
-    *FREE, "seed", "name", "init_from", "trainer.log_every", "trainer.val_", "trainer.accelerator", "trainer.compile",
-    "trainer.kernels", "training.",
+    *FREE, "seed", "name", "init_from", "data.tokenizer", "trainer.log_every", "trainer.val_", "trainer.accelerator",
+    "trainer.compile", "trainer.kernels", "training.",
 )  # fmt: skip
 PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
 COSTS = ["parameters", "tokens_per_s", "peak_memory_mb"]  # of training.json; NaN where that has none
