@@ -122,8 +122,8 @@ def test_seeds_of_other_settings_are_other_lines(tmp_path):
     # Of other weights; and of weights of their own, which are named by the seed.
     write_run(tmp_path, "alibi", 0, config={"init_from": "x"})
     write_run(tmp_path, "alibi", 1, config={"init_from": "y"})
-    write_run(tmp_path, "cope", 0, config={"init_from": "runs/rope"})
-    write_run(tmp_path, "cope", 1, config={"init_from": "runs/rope-s1"})
+    for seed, base in enumerate(("runs/rope", "runs/rope-s1")):
+        write_run(tmp_path, "cope", seed, config={"init_from": base, "data.tokenizer": f"{base}/tokenizer/bpe.tiktoken"})
     assert seeds_of_lines(tmp_path) == {
         "rope (max_steps 600)": 1,
         "rope (max_steps 900)": 1,
