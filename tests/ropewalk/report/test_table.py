@@ -123,7 +123,8 @@ def test_seeds_of_other_settings_are_other_lines(tmp_path):
     write_run(tmp_path, "alibi", 0, config={"init_from": "x"})
     write_run(tmp_path, "alibi", 1, config={"init_from": "y"})
     for seed, base in enumerate(("runs/rope", "runs/rope-s1")):
-        write_run(tmp_path, "cope", seed, config={"init_from": base, "data.tokenizer": f"{base}/tokenizer/bpe.tiktoken"})
+        of_its_base = {"init_from": base, "data.tokenizer": f"{base}/tokenizer/bpe.tiktoken"}
+        write_run(tmp_path, "cope", seed, config=of_its_base)
     assert seeds_of_lines(tmp_path) == {
         "rope (max_steps 600)": 1,
         "rope (max_steps 900)": 1,
