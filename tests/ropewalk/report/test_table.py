@@ -110,6 +110,16 @@ def test_readings_of_other_settings_are_other_lines(tmp_path):
     }
 
 
+def test_of_several_lines_the_reference_is_that_of_the_most_usual_settings(tmp_path):
+    write_run(tmp_path, "rope", config={"optim.lr": 0.1}, name="a")
+    write_run(tmp_path, "rope", name="b")
+    write_run(tmp_path, "fox")
+
+    (reference,) = set(measured(tmp_path).reference)
+    assert reference.startswith("rope (optim.lr ")
+    assert reference != "rope (optim.lr 0.1)"
+
+
 def test_seeds_of_other_settings_are_other_lines(tmp_path):
     """Named by what differs, and by the run if that is much; two runs may have one name."""
     longer = write_run(tmp_path, "rope", name="longer", config={"trainer.max_steps": 900})
