@@ -2,8 +2,8 @@
 
 make mutants ARGS="--seeds 1 2 --number 30 data ropewalk/evaluation"
 
-A file or folder of the source is held by the tests of the same name: tests/data, tests/ropewalk/evaluation. Places are
-drawn with the seed; all happens in a copy. Printed are the changes that no test noticed, and how many of each folder
+A folder of the source is held by the tests of the same name: tests/data, tests/ropewalk/evaluation. Places are drawn
+with the seed; all happens in a copy. Printed are the changes that no test noticed, and how many of each folder
 were noticed. A change that leaves every result as it is, such as another size of a batch, cannot be noticed: whoever
 reads the list decides.
 """
