@@ -48,10 +48,7 @@ def main(args: Arguments) -> None:
         asked = f" with a name as in only={args.only} exclude={args.exclude}" if args.only or args.exclude else ""
         raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
 
-    named = [kind for kind in get_args(Format) if str(args.out).endswith(f".{kind}")]
-    if args.out and not named and not args.format and Path(args.out).suffix:
-        raise ConfigError(f"out={args.out}: its end must be one of {', '.join(get_args(Format))}, or add format=")
-    kind: str = args.format or next(iter(named), "html")
+    kind = kind_of(args)
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
     # Files are written whole or not at all, unless the user names a stream.
@@ -70,6 +67,13 @@ def main(args: Arguments) -> None:
     else:
         write_out(out, page.picture(runs, kind, args.reference))
 
-    complete = sum(runs.runs.get("done", []))
-    summary = f"wrote {out}: {complete} complete runs, {len(runs.left_out)} left out"
+    summary = f"wrote {out}: {sum(runs.runs.get('done', []))} complete runs, {len(runs.left_out)} left out"
     print(summary, file=sys.stderr if is_stream(out) else sys.stdout)  # a stream has the report alone
+
+
+def kind_of(args: Arguments) -> str:
+    """The format that is asked for by format= or by the end of out=. Raises ConfigError: `out` ends in another."""
+    named = [kind for kind in get_args(Format) if str(args.out).endswith(f".{kind}")]
+    if args.out and not named and not args.format and Path(args.out).suffix:
+        raise ConfigError(f"out={args.out}: its end must be one of {', '.join(get_args(Format))}, or add format=")
+    return args.format or next(iter(named), "html")

@@ -110,23 +110,8 @@ def test_frequencies_equal_transformers(name, options, kind, lengths, head_dim, 
     else:
         parameters["factor"] = scale
 
-    frequencies, factor = read(
-        name,
-        head_dim,
-        original_len,
-        scale,
-        base,
-        length,
-        **options,
-    )
-    their_frequencies, their_factor = reference(
-        kind,
-        head_dim,
-        original_len,
-        base,
-        length,
-        **parameters,
-    )
+    frequencies, factor = read(name, head_dim, original_len, scale, base, length, **options)
+    their_frequencies, their_factor = reference(kind, head_dim, original_len, base, length, **parameters)
 
     # Theirs are float32: relative to each frequency, since the low ones are 1e-5 and less.
     assert_close(frequencies, their_frequencies.double(), rtol=1e-6, atol=1e-12)
@@ -156,14 +141,7 @@ def test_frequencies_that_transformers_lacks_are_those_of_the_papers(head_dim, o
         ("yarn", {"ramp": "paper"}, by_parts, yarn_factor),
         ("longrope", {"length": original_len + 1}, ntk, longrope_factor),
     ):
-        frequencies, factor = read(
-            name,
-            head_dim,
-            original_len,
-            scale,
-            base,
-            **options,
-        )
+        frequencies, factor = read(name, head_dim, original_len, scale, base, **options)
         assert_close(frequencies, expected, rtol=1e-12, atol=0)
         assert factor == pytest.approx(expected_factor)
 
