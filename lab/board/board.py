@@ -85,9 +85,9 @@ def judged(entry: Entry, commit: str, options: Sequence[str]) -> Verdict:
     Args:
         options: of train.py that hold for every entry, as trainer.accelerator=cpu.
     """
-    others = [verdict for verdict in verdicts(entry.folder.parent) if verdict.entry != entry.folder.name]
-    board, earlier = entry.folder.parent, rules.standings(others)
-    holder = rules.holder_of(earlier)
+    board = entry.folder.parent
+    others = [verdict for verdict in verdicts(board) if verdict.entry != entry.folder.name]
+    holder = rules.holder_of(rules.standings(others))
     entries = [entry, load(board / holder)] if holder else [entry]
     sides = [configured(e, options) for e in entries]
     parameters, cost = size_and_cost(sides[0], configured(entry, options, pe="rope"))
@@ -120,8 +120,8 @@ def measured(sides: Sequence[Config], seeds: Sequence[int]) -> list[Measured]:
     for of_side in of_sides:
         bits = np.array([[_bits(run) for run in of_kind] for of_kind in of_side])
         if not np.isfinite(bits).all():
-            encoding = of_side[0][0].pe["name"]
-            raise ConfigError(f"{encoding} has no number at the longest text: an entry must be finite there")
+            name = of_side[0][0].pe["name"]
+            raise ConfigError(f"pe={name} ends in NaN or infinity: an entry needs a loss at both lengths")
         gain, possible, excess = np.moveaxis(bits, -1, 0).round(6).tolist()
         result.append(Measured(gain=gain, possible=possible, excess=excess))
     return result

@@ -61,7 +61,7 @@ def is_measured(run: Path, cfg: Config) -> bool:
         asked["by_position"] = longest
     if cfg.eval.far_copies and is_text and max(cfg.lengths) > cfg.train_len:
         asked["far_copies"] = longest
-    found = [(e.kind, e.variant.pe) for e in final if asked.get(e.kind, {"": None}).items() <= e.eval.items()]
+    found = [(e.kind, e.variant.pe) for e in final if e.kind in asked and asked[e.kind].items() <= e.eval.items()]
     return all((kind, pe) in found for kind in asked for pe in [cfg.pe, *(cfg.eval.variants or [])])
 
 
