@@ -39,10 +39,10 @@ from ropewalk.evaluation import loggers, loop
 from ropewalk.files import sealed, write_json
 from ropewalk.training import checkpoints, distributed, rows
 from ropewalk.training.checkpoints import Progress
-from ropewalk.training.console import Pulse, describe, show
+from ropewalk.training.console import describe, show
 from ropewalk.training.distributed import any_rank, is_rank_zero, on_rank_zero
 from ropewalk.training.due import due_after
-from ropewalk.training.hardware import Hardware, check_memory, explain_compile_errors, peak_memory, tune
+from ropewalk.training.hardware import Hardware, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from ropewalk.training.plan import Plan
 from ropewalk.training.positions import draw_positions
@@ -91,13 +91,12 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     if run.begun:
         check_identity(run.path, identity)
 
-    # The device "meta" allocates nothing, so a network that is too large is refused before it takes any memory.
+    # The device "meta" allocates nothing: with FSDP each rank only ever holds its shards.
     with torch.device("meta"):
         net = GPT(
             cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len, checkpointing=cfg.trainer.checkpointing
         )
     size: dict[str, Any] = {"parameters": n_parameters(net), "flops_per_token": flops_per_token(net, cfg.train_len)}
-    memory = check_memory(cfg, hardware, parameters=size["parameters"]["total"])
     training = Training(fabric, cfg, hardware, data, net)
     net.init_weights(cfg.seed, assign)
 
@@ -106,7 +105,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     if base and not resumed:
         missing = load_weights(net, base, partial=cfg.init_partial)
         print(f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(missing) or 'none'}")
-    describe(cfg, net, data, training.hardware, memory, size)
+    describe(cfg, net, data, training.hardware, size)
     if cfg.init_optimizer and not resumed:
         checkpoints.take_over(Path(str(cfg.init_from)), net, training.optimizer)
     training.rehearse()
@@ -197,9 +196,8 @@ class Training:
         # Since the last row.
         totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.ranks.fabric.device)
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
-        pulse = Pulse()
         started = saved = time.perf_counter()
-        with explain_compile_errors(), Stop(t.time_limit) as stop:
+        with Stop(t.time_limit) as stop:
             for step in range(progress.step + 1, t.max_steps + 1):
                 step_totals, norm = self.step(step, batches, self.plan.at(step))
                 totals += step_totals
@@ -227,7 +225,6 @@ class Training:
                         saved = time.perf_counter()
                     # The clock starts anew: validation, evaluation and checkpoints do not count as training.
                     started = time.perf_counter()
-                pulse(step, cfg, row=due.logging)
 
                 # After the checkpoint, so that nothing is lost.
                 if due.stopping:

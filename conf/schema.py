@@ -8,7 +8,7 @@ import difflib
 from bisect import bisect
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -62,6 +62,14 @@ class Section(BaseModel):
 
     # Strict: a text is no number, so that train_len="512" or compile=1 is an error and not a guess.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    gone: ClassVar[tuple[str, ...]] = ()  # keys in the files of older versions, which nothing reads any more
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_gone(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return {key: value for key, value in values.items() if key not in cls.gone}
 
 
 class Optim(Section):
@@ -102,14 +110,7 @@ class Trainer(Section):
     checkpointing: bool
     deterministic: bool = False
     kernels: bool | Literal["auto"] = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_old_options(cls, values: Any) -> Any:
-        """Read the files of older versions, which could also write checkpoints in parts."""
-        if not isinstance(values, Mapping):
-            return values
-        return {key: value for key, value in values.items() if key != "checkpoint_parts"}
+    gone = ("checkpoint_parts",)
 
 
 class Eval(Section):
@@ -121,15 +122,13 @@ class Eval(Section):
     variants: list[Name | dict[str, Any]] | None
     at: list[Count]
     tolerance: float = Field(ge=0)
-    task_tolerance: float | None = None  # of older runs, where nothing reads it any more
+    gone = ("task_tolerance",)
 
 
 class Logger(Section):
-    """The trackers that show a run. All options below are wandb's; trackio has the project and the group."""
+    """The trackers that show a run. All other options are wandb's."""
 
-    csv: bool = False
     tensorboard: bool = False
-    trackio: bool = False
     wandb: bool = False
     project: str | None = None
     mode: Literal["auto", "online", "offline"] | None = None
@@ -137,8 +136,7 @@ class Logger(Section):
     tags: list[str] = []
     group: str | None = None
     notes: str | None = None
-    log_model: bool = False
-    kind: str | None = None  # of older runs, which had one tracker; their trackers are not asked for again
+    gone = ("csv", "trackio", "log_model", "kind")
 
 
 class Stage(Section):

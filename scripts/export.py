@@ -45,5 +45,5 @@ def main(args: Arguments) -> None:
         # The weights are written by now, and the folder has no name yet: both must be of one run.
         check_place(path, run_id)
 
-    written = hf.export(path, args.out, scale=args.scale, tokenizer=write_tokenizer, **tokens)
-    print(f"wrote {args.out}: {written}; its README.md says how to open it")
+    name = hf.export(path, args.out, scale=args.scale, tokenizer=write_tokenizer, **tokens)
+    print(f"wrote {args.out}: {name}; its README.md says how to open it")

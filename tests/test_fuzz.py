@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 import ropewalk
 import train as program
 from conf.schema import Config, flatten
+from model.size import n_parameters
 from ropewalk.app.init_from import train_values
 from ropewalk.report import frame, page
-from ropewalk.training.hardware import check_memory
 from scripts import evaluate, export, report, sample
 
 # What each command needs of a run: without it there is no result.
@@ -281,17 +281,15 @@ def limits_of(schema):
 LIMITS = limits_of(Config.model_json_schema())
 
 
-def affordable(cfg, hardware, **sizes):
-    """`check_memory`, and an error if going on would take more than a moment."""
-    memory = check_memory(cfg, hardware, **sizes)
+def affordable(fabric, cfg, hardware, data, net, training=program.Training):
+    """A `Training`, or an error if going on would take more than a moment."""
     evaluated = cfg.eval.sequences * max(cfg.lengths)
     tokens = max(cfg.step_tokens, cfg.trainer.val_tokens, evaluated)
-    if tokens > 10_000 or sizes["parameters"] > 2_000_000 or cfg.trainer.max_steps > 20:
+    if tokens > 10_000 or n_parameters(net)["total"] > 2_000_000 or cfg.trainer.max_steps > 20:
         raise ValueError("legal, but too large for a test")
-    trackers = cfg.logger.tensorboard, cfg.logger.trackio, cfg.logger.wandb
-    if hardware.compile or any(trackers):
+    if hardware.compile or cfg.logger.tensorboard or cfg.logger.wandb:
         raise ValueError("legal, but too slow for a test")
-    return memory
+    return training(fabric, cfg, hardware, data, net)
 
 
 def one_process(trainer, hardware, launch=program.distributed.launch):
@@ -304,7 +302,7 @@ def one_process(trainer, hardware, launch=program.distributed.launch):
 @pytest.fixture
 def quick(train, monkeypatch):
     """`train`, where no option makes it take more than a moment."""
-    monkeypatch.setattr(program, "check_memory", affordable)
+    monkeypatch.setattr(program, "Training", affordable)
     monkeypatch.setattr(program.distributed, "launch", one_process)
     return train
 

@@ -1,16 +1,13 @@
 """Trackers show metrics.jsonl and the results, number by number, and cannot harm a run."""
 
-import csv
 import json
 import re
 import struct
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import REPORT, rows_of
-from lightning.fabric.loggers import CSVLogger
 
 from conf.schema import Logger
 from ropewalk.evaluation import loggers
@@ -69,14 +66,6 @@ def items_of(record) -> dict:
     return values
 
 
-def shown_by_csv(run):
-    with (run / "csv" / "metrics.csv").open() as file:
-        for row in csv.DictReader(file):
-            for name, value in row.items():
-                if value:
-                    yield int(row["step"]), name, float(value)
-
-
 def shown_by_tensorboard(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -123,11 +112,10 @@ def test_every_row_is_shown_once_after_an_interruption(train, straight, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(loggers.Tracker, "log", crash)
         with pytest.raises(RuntimeError, match="power cut"):
-            train(*options, "logger=[csv,tensorboard,wandb]")
-    assert "after step 2" in train(*options, "logger=[csv,tensorboard,wandb]").out
+            train(*options, "logger=[tensorboard,wandb]")
+    assert "after step 2" in train(*options, "logger=[tensorboard,wandb]").out
     run = train.runs / "rope-text"
 
-    by_csv = numbers(shown_by_csv(run))
     by_wandb = numbers(shown_by_wandb(run))
     by_tensorboard = numbers(shown_by_tensorboard(run))
     rows = written_rows(run)
@@ -136,7 +124,7 @@ def test_every_row_is_shown_once_after_an_interruption(train, straight, monkeypa
         assert row["seconds"] > 0  # an axis of its own
         for key in row.keys() - {"step", "checksum"}:
             place = row["step"], key if "/" in key else f"train/{key}"
-            assert by_csv[place] == by_wandb[place] == [row[key]]
+            assert by_wandb[place] == [row[key]]
             assert by_tensorboard[place] == [as_float32(row[key])]
 
     # Who watches changes no number.
@@ -166,7 +154,7 @@ def test_tensorboard_has_results_without_the_encoding_in_their_names(train, argu
 
 def test_wandb_has_everything(train, monkeypatch):
     monkeypatch.setattr(page, "html", REPORT)
-    mine = ("logger.tags=[mine]", "logger.group=knots", "logger.notes=a try", "logger.log_model=true")
+    mine = ("logger.tags=[mine]", "logger.group=knots", "logger.notes=a try")
     outcome = train(*QUICK, "eval.far_copies=true", "logger=wandb", *mine)
     run = train.runs / "rope-text"
     (folder,) = run.glob("wandb/offline-run-*")
@@ -202,11 +190,9 @@ def test_wandb_has_everything(train, monkeypatch):
     curve = {row["by_length/tokens"]: row["by_length/eval/bits_per_byte"] for row in shown if "by_length/tokens" in row}
     assert curve == rows.value.to_dict()
 
-    artifacts = {record.artifact.type: record.artifact for record in records if record.HasField("artifact")}
-    assert {"model", "report"} <= set(artifacts)
-    (file,) = artifacts["report"].manifest.contents
+    (path,) = [row["eval/report/path"] for row in shown if "eval/report/path" in row]
     # That of the complete run: without training.json it would say that the run is not finished.
-    assert Path(file.local_path).read_text(encoding="utf-8") == REPORT(frame.load(run))
+    assert (folder / "files" / path).read_text(encoding="utf-8") == REPORT(frame.load(run))
 
 
 def begun_runs(records):
@@ -222,35 +208,22 @@ def test_wandb_never_asks_and_an_orderly_stop_is_no_failure(train):
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
 
 
-def test_trackio_has_each_row_once(train):
-    trackio = pytest.importorskip("trackio", exc_type=ImportError)
-    from trackio.sqlite_storage import SQLiteStorage
-
-    assert train(*QUICK, "logger=trackio", "trainer.time_limit=1e-9").code == 75
-    assert train(*QUICK, "logger=trackio").code == 0
-    (run,) = trackio.Api().runs("ropewalk")
-    rows = written_rows(train.runs / "rope-text")
-    logs = SQLiteStorage.get_logs("ropewalk", run.name, run_id=run.id)
-    shown = [entry["train/loss"] for entry in logs if "train/loss" in entry]
-    assert (run.name, shown) == ("rope-text", [row["train/loss"] for row in rows])
-
-
 @pytest.mark.parametrize("step", ["__init__", "log_metrics", "finalize"])
 def test_a_failing_tracker_is_a_warning_and_the_others_go_on(train, monkeypatch, step):
     def fail(*arguments, **options):
         raise OSError("disk full")
 
-    monkeypatch.setattr(CSVLogger, step, fail)
-    with pytest.warns(UserWarning, match="logger=csv failed, the run goes on without it: disk full"):
-        assert train(*QUICK, "logger=[csv,tensorboard]").code == 0
+    monkeypatch.setattr(loggers.Wandb, step, fail)
+    with pytest.warns(UserWarning, match="logger=wandb failed, the run goes on without it: disk full"):
+        assert train(*QUICK, "logger=[wandb,tensorboard]").code == 0
     assert any(name == "eval/gain@2x" for _, name, _ in shown_by_tensorboard(train.runs / "rope-text"))
 
 
 def test_a_missing_package_is_told(train, monkeypatch):
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
-    outcome = train("logger=trackio")
+    outcome = train("logger=wandb")
     assert outcome.code == 2
-    assert "pip install trackio" in outcome.err
+    assert "pip install wandb" in outcome.err
 
 
 def test_the_file_of_a_run_that_could_have_one_tracker_is_read():

@@ -168,10 +168,6 @@ def fail(error: Exception) -> None:
     no_memory = isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error))
     if os.environ.get(_TRACEBACK) == "1" or not (no_memory or isinstance(error, ERRORS)):
         return
-    if os.environ.keys() & {"LOCAL_RANK", "RANK", "SLURM_PROCID"}:
-        from ropewalk.training.distributed import leave_to_rank_zero
-
-        leave_to_rank_zero()
     message = explain(error) or type(error).__name__
     if no_memory:
         message = f"not enough memory for this model, batch or text: {message}"

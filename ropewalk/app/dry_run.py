@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from model.size import flops_per_token
 from ropewalk.evaluation import loop
+from ropewalk.training.hardware import peak_memory
 
 if TYPE_CHECKING:
     from train import Training
@@ -35,6 +36,7 @@ def forecast(training: "Training") -> list[str]:
     evaluation = seconds * operations / (cfg.step_tokens * flops_per_token(net, cfg.train_len))
     tokens = readings * sum(job.tokens for job in jobs)
     return [
+        f"memory: a process holds {peak_memory(training.hardware.device) / 2**30:,.2f} GiB at most in these steps",
         f"a step takes {seconds:.3g} s, {steps} of them about {steps * seconds / 60:.1f} minutes",
         f"evaluation, readings: {readings}; {tokens:,} tokens, about {evaluation / 60:.1f} minutes",
     ]

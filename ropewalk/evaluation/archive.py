@@ -23,15 +23,16 @@ LOCAL = ("runs_dir", "data.cache_dir")
 SAMPLES = ("sample", "optimum_sample")
 LARGEST = 2**28  # bytes of a file, uncompressed
 # The types of what tables group, sort and compute by.
-Types = dict[str, tuple[type, ...]]
-TEXT: tuple[type, ...] = (str,)
-RUN: Types = dict.fromkeys(("name", "encoding", "data", "identity"), TEXT)
-RUN |= {"seed": (int,), "train_len": (int,), "done": (bool,)}
-RESULT: Types = dict.fromkeys(("file", "kind", "eval", "variant", "encoding", "pe", "task", "difficulty"), TEXT)
-RESULT |= dict.fromkeys(("continuation", "part", "quantity", "unit", "command"), TEXT)
-RESULT |= dict.fromkeys(("seed", "train_len", "length", "step", "texts", "documents"), (int,))
-RESULT |= dict.fromkeys(("depth", "span_start", "span_end", "value", "optimum", "scale"), (float, int))
-RESULT |= dict.fromkeys(("own_pe", "zero_shot", "skipped"), (bool,))
+RUN = {str: ("name", "encoding", "data", "identity"), int: ("seed", "train_len"), bool: ("done",)}
+RESULT = {
+    str: (
+        "file", "kind", "eval", "variant", "encoding", "pe", "task", "difficulty", "continuation", "part", "quantity",
+        "unit", "command",
+    ),
+    int: ("seed", "train_len", "length", "step", "texts", "documents"),
+    float: ("depth", "span_start", "span_end", "value", "optimum", "scale"),
+    bool: ("own_pe", "zero_shot", "skipped"),
+}  # fmt: skip
 POSITIVE = ("train_len", "length")
 
 
@@ -90,11 +91,13 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str,
         yield run, config, result
 
 
-def _check(values: Mapping[str, Any], types: Mapping[str, tuple[type, ...]]) -> None:
+def _check(values: Mapping[str, Any], types: Mapping[type, Sequence[str]]) -> None:
     """Raise ValueError unless all values have their types: of another one a table would fail, far from its file."""
-    for name, kinds in types.items():
-        if type(values[name]) not in kinds or (name in POSITIVE and values[name] < 1):
-            raise ValueError(f"{name}={values[name]!r}")
+    for kind, names in types.items():
+        for name in names:
+            is_number = kind is float and type(values[name]) is int
+            if not (type(values[name]) is kind or is_number) or (name in POSITIVE and values[name] < 1):
+                raise ValueError(f"{name}={values[name]!r}")
 
 
 def _sample(values: list[float], units: list[float]) -> Sample:

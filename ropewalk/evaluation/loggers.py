@@ -1,4 +1,4 @@
-"""Trackers that show metrics.jsonl and evals/ elsewhere: CSV, TensorBoard, wandb and trackio, several at once.
+"""Trackers that show metrics.jsonl and evals/ elsewhere: TensorBoard and wandb, or both at once.
 
 On every start trackers are made anew and all rows are replayed, so each appears once, however often the run was
 interrupted. A tracker that fails only warns.
@@ -9,7 +9,6 @@ import shlex
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,6 @@ WANDB_COLUMNS = [
 BY_LENGTH = "by_length"  # section of the charts against length
 
 
-def open_csv(run: RunDir, config: dict[str, Any]) -> Any:
-    from lightning.fabric.loggers import CSVLogger
-
-    shutil.rmtree(run.path / "csv", ignore_errors=True)
-    return CSVLogger(run.path, name="", version="csv", flush_logs_every_n_steps=1)
-
-
 def open_tensorboard(run: RunDir, config: dict[str, Any]) -> Any:
     from lightning.fabric.loggers import TensorBoardLogger
 
@@ -46,34 +38,6 @@ def open_tensorboard(run: RunDir, config: dict[str, Any]) -> Any:
     logger = TensorBoardLogger(run.path, name="", version="tensorboard", default_hp_metric=False)
     logger.experiment.add_text("config", f"```yaml\n{yaml.safe_dump(config)}```")
     return logger
-
-
-class Trackio:
-    """A run of trackio with the methods of Fabric's loggers; `trackio show` opens it."""
-
-    def __init__(self, run: RunDir, config: dict[str, Any]) -> None:
-        import trackio
-
-        options = run.cfg.logger
-        with suppress(ValueError):  # a new project
-            for earlier in trackio.Api().runs(options.project):
-                if earlier.config.get("run_id") == run.run_id:
-                    earlier.delete()
-        self.run = trackio.init(
-            project=options.project,
-            name=run.cfg.name,
-            group=options.group or run.path.absolute().parent.name,
-            config=config | {"run_id": run.run_id},
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-
-    def log_metrics(self, values: Mapping[str, Any], step: int) -> None:
-        self.run.log(dict(values), step=step)
-
-    def finalize(self, status: str) -> None:
-        self.run.finish()
 
 
 class Wandb:
@@ -89,9 +53,7 @@ class Wandb:
         # wandb cannot append to the files of an earlier process. Their rows are replayed, so the files can go.
         for superseded in (run.path / "wandb").glob(f"offline-run-*-{run.run_id}"):
             shutil.rmtree(superseded)
-        self.path = run.path
         options = run.cfg.logger
-        self.log_model = options.log_model
         self.run = wandb.init(
             id=run.run_id,
             name=run.cfg.name,
@@ -118,7 +80,7 @@ class Wandb:
             self.run.log(dict(values), step=step)
 
     def publish(self, runs: frame.Runs, table: pd.DataFrame, metrics: Mapping[str, float | str]) -> None:
-        """Show the results as a summary, curves over length, a table and the page; with `log_model` the weights."""
+        """Show the results as a summary, curves over length, a table and the page."""
         import wandb
 
         self.run.summary.update(dict(metrics))
@@ -126,15 +88,7 @@ class Wandb:
         self.run.log({"eval/results": wandb.Table(dataframe=of_run[WANDB_COLUMNS].astype(object))})
         for length, values in length_curves(table).items():
             self.run.log({f"{BY_LENGTH}/tokens": length, **values})
-        report = wandb.Artifact(f"report-{self.run.id}", type="report")
-        with report.new_file(page.PAGE, encoding="utf-8") as file:
-            file.write(page.html(runs))
-        self.run.log_artifact(report)
-        if self.log_model:
-            model = wandb.Artifact(f"model-{self.run.id}", type="model")
-            for name in ("model.safetensors", "model.json", "config.yaml"):
-                model.add_file(str(self.path / name))
-            self.run.log_artifact(model)
+        self.run.log({"eval/report": wandb.Html(page.html(runs), inject=False)})
 
     def finalize(self, status: str) -> None:
         place = f"wandb is offline; to upload: wandb sync {shlex.quote(str(Path(self.run.dir).parent))}"
@@ -156,12 +110,7 @@ def _wandb_mode(mode: str | None) -> Any:
     return "online" if mode == "auto" else mode
 
 
-OPEN: dict[str, Callable[[RunDir, dict[str, Any]], Any]] = {
-    "csv": open_csv,
-    "tensorboard": open_tensorboard,
-    "trackio": Trackio,
-    "wandb": Wandb,
-}
+OPEN: dict[str, Callable[[RunDir, dict[str, Any]], Any]] = {"tensorboard": open_tensorboard, "wandb": Wandb}
 
 
 class Tracker:
@@ -180,7 +129,7 @@ class Tracker:
         self.config = run.cfg.model_dump() | dict(facts)
         kinds = [kind for kind in OPEN if getattr(run.cfg.logger, kind)]
         for kind in kinds:
-            if kind != "csv" and not find_spec(kind):
+            if not find_spec(kind):
                 raise ValueError(f"logger={kind} needs a package: pip install {kind}")
         self.trackers: dict[str, Any] = dict.fromkeys(kinds if is_rank_zero() else [])
 
@@ -218,17 +167,14 @@ class Tracker:
         table = results(runs)
         metrics = summary_metrics(table)
         metrics |= {f"parameters/{name}": count for name, count in self.config["parameters"].items()}
-        numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
-        step = int(table.step.max())
         if kind == "wandb":
             tracker.publish(runs, table, metrics)
-        elif kind == "tensorboard":
-            tracker.log_hyperparams(self.config, numbers, step)
-            # TensorBoard has no axis but the step, which is here a length.
-            for length, values in length_curves(table).items():
-                tracker.log_metrics(values, length)
-        else:
-            tracker.log_metrics(numbers, step)
+            return
+        numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
+        tracker.log_hyperparams(self.config, numbers, int(table.step.max()))
+        # TensorBoard has no axis but the step, which is here a length.
+        for length, values in length_curves(table).items():
+            tracker.log_metrics(values, length)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         stopped = isinstance(error, SystemExit) and error.code in (STOPPED, INTERRUPTED)

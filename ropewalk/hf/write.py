@@ -28,7 +28,7 @@ A {name} written by Ropewalk: position encoding {pe} at scale {scale:g}, trained
     tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
     model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)
 
-{needs}
+It needs transformers 5: older versions do not find its rotary settings.
 """
 
 
@@ -51,7 +51,7 @@ def export(
             several tokens that end a text, `eos_token_id` among them, all of these are kept.
 
     Returns:
-        The class of the model, the kind of its positions and the least version of transformers, for a message.
+        The class of the model.
 
     Raises:
         ValueError: `out` has files in it, the model cannot be read, or transformers cannot compute it (with the
@@ -78,45 +78,22 @@ def export(
             raise OSError(f"cannot write {out}: {error}") from None
         if tokenizer:
             tokenizer(folder)
-        positions, needs = _write_configs(folder, rope.layers(model.config), bos_token_id, eos_token_id)
+        _write_marks(folder, bos_token_id, eos_token_id)
         values = {"name": name, "pe": description["pe"]["name"], "scale": scale, "train_len": net.train_len}
-        write_text(folder / "README.md", CARD.format(**values, needs=needs))
+        write_text(folder / "README.md", CARD.format(**values))
         folder.replace(out)  # an error if another process has written it meanwhile
-    return ", ".join(filter(None, [name, positions, needs]))
+    return name
 
 
-def _write_configs(
-    folder: Path, layers: list[rope.Layer], bos_token_id: int | None, eos_token_id: int | None
-) -> tuple[str, str]:
-    """Complete config.json and generation_config.json by what other programs, and older versions, look for.
-
-    Returns:
-        The rope type, and a note on the versions of transformers that read it, or "".
-    """
+def _write_marks(folder: Path, bos_token_id: int | None, eos_token_id: int | None) -> None:
+    """Write the tokens that begin and end a text into config.json and generation_config.json."""
     # The tokenizer's files may name several tokens that end a text. They stay if ours is one of them.
-    generation = read_json(folder / GENERATION)
-    ends = generation.get("eos_token_id")
+    ends = read_json(folder / GENERATION).get("eos_token_id")
     if not (eos_token_id is None or (isinstance(ends, list) and eos_token_id in ends)):
         ends = eos_token_id
-    marks = {"bos_token_id": bos_token_id, "eos_token_id": ends}
-    write_json(folder / GENERATION, generation | marks)
-
-    values = read_json(folder / "config.json") | marks
-    # Version 5 has all rotary settings under rope_parameters; before it they stood at the top and in rope_scaling.
-    rotation = values.get("rope_parameters", {"rope_type": "learned positions"})
-    if rope.FULL in rotation:  # settings for each kind of layer
-        values["rope_local_base_freq"] = rotation[rope.SLIDING]["rope_theta"]
-        rotation = rotation[rope.FULL]
-    if "rope_theta" in rotation:
-        values["rope_scaling"] = None if rotation["rope_type"] == "default" else rotation
-    values |= {key: rotation[key] for key in ("rope_theta", "partial_rotary_factor") if key in rotation}
-    write_json(folder / "config.json", values)
-    # Before `layer_types` all layers of Qwen had the window, or none; and all but each sixth of Gemma 3.
-    kind = values["model_type"]
-    note = ""
-    if kind == "gemma3_text" or (kind in ("qwen2", "qwen3") and len({layer.window for layer in layers}) > 1):
-        note = "read it with transformers 4.53 or newer: older ones ignore layer_types"
-    return rotation["rope_type"], note
+    for name in (GENERATION, "config.json"):
+        marks = {"bos_token_id": bos_token_id, "eos_token_id": ends}
+        write_json(folder / name, read_json(folder / name) | marks)
 
 
 def obstacles(net: GPT) -> list[str]:

@@ -145,7 +145,7 @@ def _newest(folder: Path, shapes: dict[str, torch.Size], only: int | None) -> in
             reason = (str(error) or type(error).__name__).splitlines()[0]
             print(printable(f"{path} is damaged ({reason}): looking for one before"), file=sys.stderr)
     if steps:
-        remedy = "restore one, or delete the run and train anew; for init_optimizer=true, leave that out"
+        remedy = "restore one, or delete the run and train anew"
         raise ValueError(f"no checkpoint in {folder} can be read: {remedy}")
     return None
 

@@ -1,7 +1,5 @@
 """The console output of a run: a summary when it starts, then a line for each logged step."""
 
-import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +7,11 @@ from conf.schema import Config
 from data.base import Data
 from model.gpt import GPT
 from model.position.base import Scaled
-from ropewalk.training.distributed import is_rank_zero, world_size
+from ropewalk.training.distributed import world_size
 from ropewalk.training.hardware import Hardware
 
 
-def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, memory: str, size: Mapping[str, Any]) -> None:
+def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, size: Mapping[str, Any]) -> None:
     """Print a summary of a run that is about to start.
 
     Args:
@@ -21,7 +19,6 @@ def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, memory: str,
         net: its network.
         data: its data, prepared.
         hardware: its device and precision.
-        memory: the memory that it takes, in words: see `check_memory`.
         size: the counts of `net`, as in training.json.
     """
     t = cfg.trainer
@@ -46,7 +43,6 @@ def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, memory: str,
             descriptions += pe.describe()
     for line in dict.fromkeys(descriptions):
         print(line)
-    print(f"memory: {memory}")
     used = f"compile {hardware.compile}, kernels {hardware.kernels}".lower()
     print(f"device {hardware.device}, precision {hardware.precision}, {used}")
 
@@ -63,24 +59,3 @@ def show(row: Mapping[str, Any], cfg: Config) -> None:
         tokens_left = (steps - row["step"]) * cfg.step_tokens
         text += f"  {tokens_left / speed / 60:.1f} minutes left"
     print(text, flush=True)
-
-
-class Pulse:
-    """Shows that a training goes on where its rows are far apart.
-
-    Args:
-        every: seconds without a row after which a step is shown.
-    """
-
-    def __init__(self, every: float = 10) -> None:
-        self.every = every
-        self.last = time.monotonic()
-
-    def __call__(self, step: int, cfg: Config, *, row: bool) -> None:
-        """Tell it of a step that is done, and whether a row about it was printed."""
-        # All ranks keep the time: only rank zero prints, and none waits for another.
-        now = time.monotonic()
-        if row or now - self.last >= self.every:
-            self.last = now
-            if not row and is_rank_zero():
-                print(f"step {step}/{cfg.trainer.max_steps}", file=sys.stderr, flush=True)

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _PARENT = "ROPEWALK_PARENT"  # process id of rank zero, set for the ranks that it starts
-LAST_WORDS = 20  # seconds that a rank has to say that another one has failed, before it is ended
 FAILED = "failed"  # in the store that all ranks share: how many have
 ANOTHER_FAILED = 2  # exit code of a rank that ends because another one failed, which says why
 _on_rank_zero = False  # True inside a function that only rank zero runs
@@ -175,13 +173,13 @@ def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
     "auto" means as many as a launcher started, or one for each GPU.
 
     Raises:
-        ValueError: a launcher started another number, or this machine has fewer GPUs.
+        ValueError: a launcher started another number, or several machines have none.
     """
     launcher = started_by()
-    gpus = torch.cuda.device_count() if device == "cuda" else None
-    per_node = launcher.on_this_machine if launcher.name else gpus or 1
-    if devices != "auto":
-        per_node = int(devices)
+    if devices == "auto":
+        gpus = torch.cuda.device_count() if device == "cuda" else 1
+        devices = launcher.on_this_machine if launcher.name else gpus
+    per_node = int(devices)
     asked = f"trainer.devices={per_node} trainer.num_nodes={num_nodes}"
     if not launcher.name and num_nodes > 1:
         raise ValueError(f"{asked}: start it on every machine with torchrun or srun")
@@ -189,11 +187,6 @@ def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
         started = f"{launcher.world_size} processes, {launcher.on_this_machine} on this machine"
         remedy = f"trainer=ddp trainer.num_nodes={launcher.world_size // launcher.on_this_machine} takes them all"
         raise ValueError(f"{asked}, but {launcher.name} started {started}: {remedy}")
-    if gpus and per_node > gpus:
-        remedy = "lower trainer.devices, or auto takes them all"
-        if launcher.name:
-            remedy = "each process must see all GPUs of its machine, as with --gpus-per-node, not --gpus-per-task"
-        raise ValueError(f"{asked}: this process sees {gpus} GPUs; {remedy}")
     return per_node
 
 
@@ -201,7 +194,8 @@ def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
 def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     """Start the other processes, unless a launcher has. From then on only rank zero prints.
 
-    When a rank fails, the first to fail says why, and all ranks end.
+    The first rank to fail says why. The others fail too, with errors about a lost connection, and leave without a word;
+    those that wait on a device are ended by who started them: Fabric, torchrun, or srun --wait.
 
     Raises:
         ValueError: the batch cannot be divided among the ranks, or the ranks among the texts.
@@ -226,8 +220,6 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     # Until the process ends, so that nothing is printed once for each rank.
     if not is_rank_zero():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    over = threading.Event()
-    threading.Thread(target=_end_with_the_others, args=(over,), daemon=True).start()
     try:
         yield fabric
         dist.barrier()
@@ -236,12 +228,10 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
             raise
         with contextlib.suppress(RuntimeError):  # all ranks stop after the same step; some may have left
             dist.barrier()
-        over.set()  # else what this program does next would be ended once rank zero is gone
         # Fabric takes any other exit code of a process that it started for a failure.
         raise SystemExit(0 if child else end.code) from None
     except Exception as error:
         _fail(error)
-    over.set()
     dist.destroy_process_group()
 
 
@@ -265,12 +255,13 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
     """Fabric with all its processes running."""
     from lightning.fabric import Fabric  # takes seconds to import, and most programs only ask for the rank
     from lightning.fabric.plugins.environments import LightningEnvironment
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     # Both names: importing both packages, Lightning logs for the first through the second.
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # Every few seconds Fabric's launcher looks for killed ranks and kills the others. It may be sooner than `_fail`, so
-    # it must be heard: Hydra disables the loggers of what was imported before it.
+    # Every few seconds Fabric's launcher looks for ranks that are gone and kills the others. It may be sooner than
+    # `_fail`, so it must be heard: Hydra disables the loggers of what was imported before it.
     launcher = logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script")
     launcher.setLevel(logging.INFO)
     launcher.disabled = False
@@ -285,7 +276,8 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
             plugins=[] if started_by().name else [LightningEnvironment()],
         )
         fabric.launch()
-    except RuntimeError as error:  # Lightning's, about variables of Slurm, or a notebook, which is one process
+    # Lightning's: about GPUs that are not there, variables of Slurm, or a notebook, which is one process.
+    except (RuntimeError, MisconfigurationException) as error:
         raise ValueError(f"trainer.devices={trainer.devices}: {error}") from None
     return fabric
 
@@ -306,11 +298,6 @@ def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | s
     return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True) if world > 1 else "auto"
 
 
-# How ranks fail. The first to fail counts itself in the store that all ranks share, and says why. The others fail too,
-# with errors about a lost connection, and leave without a word (`_fail`); or they wait on a device for what will never
-# come, until a thread of theirs, which watches the store, ends them (`_end_with_the_others`).
-
-
 def _fail(error: Exception) -> NoReturn:
     """Raise `error`, or SystemExit if another rank has already said what went wrong."""
     lost_connection = isinstance(error, RuntimeError) and re.search("onnection|remote process", str(error))
@@ -324,29 +311,6 @@ def _fail(error: Exception) -> NoReturn:
     if lost_connection:
         raise ConnectionError("another process of this run has ended: its own message, if any, says why") from error
     raise error
-
-
-def _end_with_the_others(over: threading.Event) -> None:
-    """End this process soon after another rank has failed, or rank zero is gone: NCCL would wait without end.
-
-    Args:
-        over: set once all ranks have come to the end.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    with contextlib.suppress(RuntimeError):  # rank zero keeps the store
-        while not store.check([FAILED]):
-            if over.wait(1):
-                return
-    time.sleep(LAST_WORDS)
-    os._exit(ANOTHER_FAILED)
-
-
-def leave_to_rank_zero() -> None:
-    """End a rank other than zero before it prints an error that every rank makes, if the ranks have not met yet."""
-    if not dist.is_initialized() and env_rank():
-        sys.stdout.flush()
-        time.sleep(10)  # otherwise the launcher might end rank zero before it has printed
-        raise SystemExit(ANOTHER_FAILED)
 
 
 def die_with_parent(parent: int) -> None:

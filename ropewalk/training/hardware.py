@@ -1,4 +1,4 @@
-"""The hardware of a run: what "auto" means on this machine, how much memory there is, settings of PyTorch."""
+"""The hardware of a run: what "auto" means on this machine, settings of PyTorch, the peak of memory."""
 
 import contextlib
 import ctypes
@@ -6,17 +6,11 @@ import gc
 import os
 import resource
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-
-from conf.schema import Config
-
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 # Options of glibc's mallopt, as malloc.h numbers them, and their values.
 MALLOC_OPTIONS = {
@@ -91,70 +85,6 @@ def kernel_problem(device: str, precision: str) -> str:
     if find_spec("triton") is None:
         return "they need Triton"
     return ""
-
-
-def check_memory(cfg: Config, hardware: Hardware, *, parameters: int) -> str:
-    """Compare the memory that training takes at least with what a process can have.
-
-    Counted are weights, gradients and AdamW's moments, and of the activations of a micro-batch those alone that every
-    layer keeps: its input, queries, keys, values and the MLP's hidden layer.
-
-    Returns:
-        Both in words.
-
-    Raises:
-        ValueError: it takes more, and there are steps to train.
-    """
-    t = cfg.trainer
-    assert isinstance(t.devices, int)  # resolved
-    world_size = t.devices * t.num_nodes
-    held = parameters // (world_size // t.replicas) if t.strategy == "fsdp" else parameters
-    weights = held * (2 if hardware.precision == "bf16-true" else 4)
-    tokens = t.batch_size * cfg.train_len // t.grad_accum_steps // world_size
-    kept = cfg.model.dim
-    if not t.checkpointing:
-        kept += (cfg.model.n_head + 2 * cfg.model.kv_heads) * cfg.model.head_width + cfg.model.hidden
-    activations = tokens * cfg.model.n_layer * kept * (4 if hardware.precision == "32-true" else 2)
-    # Gradients grow while the backward pass frees activations.
-    total = 3 * weights + max(weights, activations)
-
-    available = memory_limit() // t.devices
-    if hardware.device == "cuda":
-        available = torch.cuda.get_device_properties(0).total_memory
-    message = f"training takes at least {total / 2**30:,.2f} GiB, and a process can have {available / 2**30:,.1f}"
-    if total > available and t.max_steps:
-        remedy = "a smaller model or train_len, or a larger trainer.grad_accum_steps takes less"
-        raise ValueError(f"not enough memory: {message}; {remedy}")
-    return message
-
-
-def memory_limit() -> int:
-    """Bytes that the processes of this machine can have: the least of its memory, its container's and `ulimit -v`."""
-    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), address_space % 2**64]  # unlimited is -1
-    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-        limits.append(int(CONTAINER_LIMIT.read_text()))
-    return min(limits)
-
-
-@contextmanager
-def explain_compile_errors() -> Iterator[None]:
-    """Turn a failure of the compiler into a ValueError with the remedy."""
-    from torch._dynamo.exc import TorchDynamoException  # takes a second to import
-
-    try:
-        yield
-    except TorchDynamoException as error:
-        first_paragraph = str(error).strip().split("\n\n")[0]
-        reason = " ".join(first_paragraph.split())
-        raise ValueError(f"the network cannot be compiled: {reason}; trainer.compile=false trains it") from error
-
-
-def allow_graphs(stages: int) -> None:
-    """Let the compiler keep the graphs of so many stages. Beyond its limit it runs them eagerly, without a word."""
-    from torch._dynamo import config  # takes a second to import
-
-    config.recompile_limit = max(config.recompile_limit, 8 * stages)
 
 
 def tune(device: str, *, deterministic: bool = False) -> None:

@@ -65,11 +65,8 @@ def _git(*arguments: str) -> str:
 def _new_files() -> list[str]:
     """The untracked source files: in the project's own places, or imported, as an encoding of the user's has been."""
     imported = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    listed = _git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml").split("\0")
-    ours = []
-    # A list ends with an empty name.
-    for name in filter(None, listed):
-        place = name.partition("/")[0]  # at the top level the file itself
-        if place in (*SOURCE_FOLDERS, name) or str(ROOT / name) in imported:
-            ours.append(name)
-    return sorted(ours)
+    listed = filter(None, _git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml").split("\0"))
+    # What stands before the first slash is a folder, or at the top level the file itself.
+    return [
+        name for name in listed if name.partition("/")[0] in (*SOURCE_FOLDERS, name) or str(ROOT / name) in imported
+    ]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from conf.schema import Config
 from model.gpt import GPT
-from ropewalk.training.hardware import Hardware, allow_graphs
+from ropewalk.training.hardware import Hardware
 from ropewalk.training.sharding import average_unsharded_gradients
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ class Ranks:
         self.number = fabric.global_rank
         self.sharded = cfg.trainer.strategy == "fsdp"
         if hardware.compile:
-            # Each stage gets graphs of its own, so that resuming within a stage changes no bit.
-            allow_graphs(len(cfg.stages) + 1)
-            compile_parts(net, loss=not self.sharded)
+            compile_parts(net, loss=not self.sharded, stages=len(cfg.stages) + 1)
         if net.embedding.weight.is_meta and not self.sharded:  # else each rank makes its part: see `sharding.shard`
             net.materialise("cpu")
         self.model = fabric.setup_module(net)  # wrapped by the strategy
@@ -57,11 +55,15 @@ class Ranks:
         return self.fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[return-value]
 
 
-def compile_parts(net: GPT, *, loss: bool) -> None:
+def compile_parts(net: GPT, *, loss: bool, stages: int = 1) -> None:
     """Compile the blocks of `net`, and its loss apart: layers of one kind share a graph, whatever their number.
 
-    Each length has a graph of its own. Wrap evaluations, which need none, in `sharding.evaluating`.
+    Each length and stage has a graph of its own. Wrap evaluations, which need none, in `sharding.evaluating`.
     """
+    from torch._dynamo import config  # takes a second to import
+
+    # Beyond its limit the compiler runs further graphs eagerly, without a word.
+    config.recompile_limit = max(config.recompile_limit, 8 * stages)
     for block in net.blocks:
         block.compile(dynamic=False)
     if loss:

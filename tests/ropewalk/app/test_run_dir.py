@@ -125,7 +125,7 @@ def test_what_is_no_run_is_said_with_what_it_may_be_and_left_alone(make, run, tm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["eval.sequences=7", "logger=csv", "trainer.keep_checkpoints=5", "data.cache_dir=elsewhere"], None),
+        (["eval.sequences=7", "logger=tensorboard", "trainer.keep_checkpoints=5", "data.cache_dir=elsewhere"], None),
         (["optim.lr=0.1", "eval.sequences=7"], r"configuration:\n  optim\.lr: 0\.004 in \S+, 0\.1 on this"),
         (["trainer.precision=auto"], None),  # a machine has made numbers of "auto"
         (["trainer.precision=32"], r"trainer\.precision: 'bf16-mixed' in \S+, '32-true' on this"),

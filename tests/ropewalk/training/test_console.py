@@ -2,16 +2,7 @@
 
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import check
-from ropewalk.training.console import Pulse, show
-
-
-def test_a_step_is_shown_where_no_row_is(capsys):
-    cfg = check(train_values())
-    pulse = Pulse(every=0)
-    pulse(1, cfg, row=True)
-    pulse(2, cfg, row=False)
-    Pulse(every=3600)(3, cfg, row=False)
-    assert capsys.readouterr().err == "step 2/700\n"
+from ropewalk.training.console import show
 
 
 def test_of_the_time_left_it_says_what_is_known(capsys):
