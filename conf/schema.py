@@ -52,6 +52,10 @@ Accelerator = Annotated[
     Literal["auto", "cpu", "cuda", "mps"],
     BeforeValidator(lambda value: "cuda" if value == "gpu" else value),
 ]
+WandbMode = Annotated[
+    Literal["online", "offline"],
+    BeforeValidator(lambda value: "online" if value == "auto" else value),
+]
 
 
 class Section(BaseModel):
@@ -131,7 +135,7 @@ class Logger(Section):
     tensorboard: bool = False
     wandb: bool = False
     project: str | None = None
-    mode: Literal["auto", "online", "offline"] | None = None
+    mode: WandbMode | None = None
     entity: str | None = None
     tags: list[str] = []
     group: str | None = None

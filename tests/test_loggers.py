@@ -199,9 +199,8 @@ def begun_runs(records):
     return [record.run for record in records if record.HasField("run")]
 
 
-def test_wandb_never_asks_and_an_orderly_stop_is_no_failure(train):
-    with pytest.warns(UserWarning, match="without `wandb login` or WANDB_API_KEY wandb stays offline"):
-        assert train(*QUICK, "logger=wandb", "logger.mode=online", "trainer.time_limit=1e-9").code == 75
+def test_an_orderly_stop_is_no_failure_for_wandb(train):
+    assert train(*QUICK, "logger=wandb", "trainer.time_limit=1e-9").code == 75
     records = wandb_records(train.runs / "rope-text")
     (begun,) = begun_runs(records)
     assert begun.run_group == train.runs.name  # seeds of a folder, which wandb averages

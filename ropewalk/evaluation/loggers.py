@@ -67,7 +67,7 @@ class Wandb:
             # encoding, are averaged. wandb reads the variable only once in a process, and a sweep has many runs in one.
             group=options.group or os.environ.get("WANDB_RUN_GROUP") or run.path.absolute().parent.name,
             job_type=run.cfg.pe["name"],
-            mode=_wandb_mode(os.environ.get("WANDB_MODE") or options.mode),
+            mode=os.environ.get("WANDB_MODE") or options.mode,  # type: ignore[arg-type]
             resume="allow",
             settings=wandb.Settings(silent=True, console="off", init_timeout=30),
         )
@@ -97,17 +97,6 @@ class Wandb:
             place = f"wandb: {self.run.url}"
         self.run.finish(exit_code=int(status == "failed"))
         print(place)
-
-
-def _wandb_mode(mode: str | None) -> Any:
-    """Return the mode for wandb.init, which would stop and ask for a key if there were none."""
-    import wandb
-
-    if mode in ("auto", "online") and not wandb.login(prompt=False, verify=False):
-        if mode == "online":
-            warnings.warn("without `wandb login` or WANDB_API_KEY wandb stays offline", stacklevel=2)
-        return "offline"
-    return "online" if mode == "auto" else mode
 
 
 OPEN: dict[str, Callable[[RunDir, dict[str, Any]], Any]] = {"tensorboard": open_tensorboard, "wandb": Wandb}

@@ -1,15 +1,12 @@
 """The loop over measures: what a network is worth, as it was trained and read in other ways."""
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
 
 from conf.schema import Config, ConfigError, nearest
 from data.base import Data
@@ -198,15 +195,11 @@ def measure(
     about: dict[str, Any] = {"run": run.name, "run_id": run_id, "seed": cfg.seed, "task": data.task, "step": step}
     about["train_len"] = train_len or cfg.train_len
     is_first = distributed.is_rank_zero()
-    on_terminal = is_first and sys.stdout.isatty()
     results: list[Evaluation] = []
-    with evaluating(net), Progress(disable=not on_terminal, transient=True) as bar:
-        task = bar.add_task("", total=len(variants) * sum(plan.tokens for plan in measures))
+    with evaluating(net):
         for variant, encodings in variants:
             # One scorer serves all measures of a variant: it keeps the losses that several of them need.
-            score = Scorer(
-                net, encodings, reader, data.token_bytes, hardware.autocast, advance=partial(bar.advance, task)
-            )
+            score = Scorer(net, encodings, reader, data.token_bytes, hardware.autocast)
             origin = origin | {"kernels": distributed.uses_kernels(encodings)}
             for plan in measures:
                 # Without its numbers yet: the name of its file tells whether it was measured before.
@@ -216,13 +209,9 @@ def measure(
                 known = [e for e in existing if e.file_name == result.file_name]
                 if known:
                     results += known
-                    bar.advance(task, plan.tokens)
                     continue
-                message = f"measuring {plan.kind.replace('_', ' ')} of {variant.label}"
-                bar.update(task, description=message)
-                # Without a terminal there is no bar: a log gets a line for each measure.
-                if is_first and not on_terminal:
-                    print(message, flush=True)
+                if is_first:
+                    print(f"measuring {plan.kind.replace('_', ' ')} of {variant.label}", flush=True)
                 measured, skipped = _run(plan, score)
                 result = result.model_copy(update={"measured": measured, "skipped": skipped})
                 results.append(result)

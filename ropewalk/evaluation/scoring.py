@@ -107,8 +107,6 @@ class Scorer:
     autocast: Autocast = nullcontext
     # Number of texts read of each set; None: all.
     limit: int | None = None
-    # Called with the number of tokens after each batch.
-    advance: Callable[[int], object] = field(default=lambda tokens: None)
     # Losses of texts that several measures group in their own ways, by texts, length and first text of the batch.
     kept: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -162,7 +160,6 @@ class Scorer:
                 found = token_losses(self.net, x, targets, reader=self.reader, encodings=self.encodings)
             if keeps:
                 self.kept[key] = found
-        self.advance(x.numel())
 
         losses, wrong = found
         device = losses.device

@@ -42,10 +42,17 @@ class Hardware:
         precision = _precision_of(precision, device)
         if compile == "auto":
             compile = device == "cuda"
-        problem = kernel_problem(device, precision) if kernels else ""
-        if problem and kernels is True:
-            raise ValueError(f"trainer.kernels=true: {problem}; choose auto or false")
-        return cls(device, precision, bool(compile), bool(kernels) and not problem)
+        can_use_kernels = (
+            device == "cuda"
+            and not torch.version.hip
+            and torch.cuda.get_device_capability() >= (8, 0)
+            and precision.startswith("bf16")
+            and find_spec("triton") is not None
+        )
+        if kernels is True and not can_use_kernels:
+            needs = "an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, a precision in bf16, and Triton"
+            raise ValueError(f"trainer.kernels=true: kernels need {needs}; choose auto or false")
+        return cls(device, precision, bool(compile), bool(kernels) and can_use_kernels)
 
     def autocast(self) -> torch.autocast:
         """A context manager in which the network computes as in training."""
@@ -72,19 +79,6 @@ def _precision_of(precision: str, device: str) -> str:
             has_bf16_units = device == "cpu" and torch.cpu._is_amx_tile_supported()
         return "bf16-mixed" if has_bf16_units else "32-true"
     return precision
-
-
-def kernel_problem(device: str, precision: str) -> str:
-    """Say why attention cannot use kernels on this machine; "" if it may, where they prove right: see `plugins`."""
-    if device != "cuda" or torch.version.hip:
-        return f"they need CUDA, and the device is {device}"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return "they need an NVIDIA GPU of compute capability 8.0 (Ampere) or newer"
-    if not precision.startswith("bf16"):
-        return f"they compute in 16 bit, and the precision is {precision}"
-    if find_spec("triton") is None:
-        return "they need Triton"
-    return ""
 
 
 def tune(device: str, *, deterministic: bool = False) -> None:

@@ -22,5 +22,5 @@ def test_what_is_asked_for_and_cannot_be_had_is_an_error():
 
     options = dict(accelerator="cpu", precision="bf16-mixed")
     assert not Hardware.resolve(**options, kernels="auto").kernels
-    with pytest.raises(ValueError, match=r"trainer\.kernels=true: they need CUDA, and the device is cpu; choose auto"):
+    with pytest.raises(ValueError, match=r"trainer\.kernels=true: kernels need an NVIDIA GPU .*; choose auto"):
         Hardware.resolve(**options, kernels=True)
