@@ -106,7 +106,6 @@ class Trainer(Section):
     accelerator: Accelerator
     strategy: Literal["auto", "ddp", "fsdp"]
     devices: Count | Literal["auto"]
-    num_nodes: Count
     replicas: Count = 1
     context_parallel: Count = 1
     precision: Precision
@@ -114,7 +113,7 @@ class Trainer(Section):
     checkpointing: bool
     deterministic: bool = False
     kernels: bool | Literal["auto"] = False
-    gone = ("checkpoint_parts",)
+    gone = ("checkpoint_parts", "num_nodes")
 
 
 class Eval(Section):

@@ -158,8 +158,6 @@ def test_wandb_has_everything(train, monkeypatch):
     outcome = train(*QUICK, "eval.far_copies=true", "logger=wandb", *mine)
     run = train.runs / "rope-text"
     (folder,) = run.glob("wandb/offline-run-*")
-    (folder_to_sync,) = re.findall(r"wandb sync (.*)", outcome.out)
-    assert folder.samefile(folder_to_sync)
     assert "WARNING" not in outcome.out + outcome.err  # neither a deprecated call nor a URL that is asked for offline
 
     records = wandb_records(run)

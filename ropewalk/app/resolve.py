@@ -95,7 +95,7 @@ def for_this_machine(cfg: Config) -> tuple[Config, Hardware]:
     # Kernels sum the gradients of some biases in any order.
     kernels = False if t.deterministic and t.kernels == "auto" else t.kernels
     hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile, kernels=kernels)
-    devices = resolve_devices(t.devices, num_nodes=t.num_nodes, device=hardware.device)
+    devices = resolve_devices(t.devices, device=hardware.device)
     if devices > 1 and hardware.device == "cpu" and t.accelerator == "auto" and not started_by().name:
         remedy = f"trainer.accelerator=cpu makes {devices} processes share the processor"
         raise ConfigError(f"trainer.devices={devices}: this machine has no GPU; {remedy}")

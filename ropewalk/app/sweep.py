@@ -199,7 +199,7 @@ def _checked(name: str, overrides: Sequence[str], label: str) -> Config:
     # Fabric starts further processes by the command line, which here is that of the sweep: each would run all jobs.
     # Only Slurm's launcher gives a job several processes.
     t = cfg.trainer
-    needs_several = t.devices != 1 or t.num_nodes != 1 or t.strategy == "fsdp"
+    needs_several = t.devices != 1 or t.strategy == "fsdp"
     if started_by().world_size > 1 or (needs_several and not starts_several):
         remedy = "leave out -m, or use hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=N"
         raise ConfigError(f"trainer.devices={t.devices}: a job of a sweep is one process: {remedy}")

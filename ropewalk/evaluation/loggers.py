@@ -5,16 +5,13 @@ interrupted. A tracker that fails only warns.
 """
 
 import os
-import shlex
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from ropewalk.app.run_dir import RunDir, read_metrics
 from ropewalk.report import frame, page
@@ -35,9 +32,7 @@ def open_tensorboard(run: RunDir, config: dict[str, Any]) -> Any:
 
     shutil.rmtree(run.path / "tensorboard", ignore_errors=True)
     # The table of hyperparameters comes with the results: TensorBoard takes its columns from the first that it meets.
-    logger = TensorBoardLogger(run.path, name="", version="tensorboard", default_hp_metric=False)
-    logger.experiment.add_text("config", f"```yaml\n{yaml.safe_dump(config)}```")
-    return logger
+    return TensorBoardLogger(run.path, name="", version="tensorboard", default_hp_metric=False)
 
 
 class Wandb:
@@ -69,7 +64,7 @@ class Wandb:
             job_type=run.cfg.pe["name"],
             mode=os.environ.get("WANDB_MODE") or options.mode,  # type: ignore[arg-type]
             resume="allow",
-            settings=wandb.Settings(silent=True, console="off", init_timeout=30),
+            settings=wandb.Settings(console="off", init_timeout=30),
         )
         # Charts of these have the length as their axis. They need no summary: that has a number for each length.
         self.run.define_metric(f"{BY_LENGTH}/*", step_metric=f"{BY_LENGTH}/tokens", summary="none")
@@ -91,12 +86,7 @@ class Wandb:
         self.run.log({"eval/report": wandb.Html(page.html(runs), inject=False)})
 
     def finalize(self, status: str) -> None:
-        place = f"wandb is offline; to upload: wandb sync {shlex.quote(str(Path(self.run.dir).parent))}"
-        # An offline run warns when it is asked.
-        if not self.run.offline:
-            place = f"wandb: {self.run.url}"
         self.run.finish(exit_code=int(status == "failed"))
-        print(place)
 
 
 OPEN: dict[str, Callable[[RunDir, dict[str, Any]], Any]] = {"tensorboard": open_tensorboard, "wandb": Wandb}

@@ -200,7 +200,7 @@ def measure(
         for variant, encodings in variants:
             # One scorer serves all measures of a variant: it keeps the losses that several of them need.
             score = Scorer(net, encodings, reader, data.token_bytes, hardware.autocast)
-            origin = origin | {"kernels": distributed.uses_kernels(encodings)}
+            origin = origin | {"kernels": any(getattr(pe, "is_twin", False) for pe in encodings)}
             for plan in measures:
                 # Without its numbers yet: the name of its file tells whether it was measured before.
                 result = Evaluation(

@@ -203,8 +203,6 @@ GPT2_LIMITS: Limits = {
 }
 LAYER_NORM: Limits = {"model.norm": ("layernorm",), "model.mlp": ("gelu", "gelu_exact")}
 OLMO: Limits = LIMITS | ATTENTION_BIAS | {"model.norm_at": ("after",), "model.qk_norm": ("projection",)}
-# OLMo has a norm after each branch alone, Gemma 3 before it as well, under a name that Llama has for another one.
-GEMMA3_MODULES: Modules = MODULES | {"mlp_norm": ("pre_feedforward_layernorm",)}
 
 # By model_type. A network is written as the first architecture that can have all its settings.
 ARCHITECTURES = {
@@ -235,11 +233,11 @@ ARCHITECTURES = {
         "Gemma3ForCausalLM",
         LIMITS | ATTENTION_BIAS | {"model.norm_at": ("both",), "model.qk_norm": (True,)},
         settings=SETTINGS | {"mlp": "hidden_activation"},
-        modules=GEMMA3_MODULES,
+        # OLMo has a norm after each branch alone, Gemma 3 before it as well, under a name that Llama has for another.
+        modules=MODULES | {"mlp_norm": ("pre_feedforward_layernorm",)},
         by_kind=True,
         folded=True,
     ),
     "olmo2": Architecture("Olmo2ForCausalLM", OLMO | {"pe.window": (None,)}),
     "olmo3": Architecture("Olmo3ForCausalLM", OLMO, by_kind=True),
 }
-MIXTURES_OF_EXPERTS = ("gpt_oss", "llama4_text")  # not read; their positions are presets in conf/pe

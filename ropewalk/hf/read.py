@@ -17,13 +17,10 @@ from model.position import Shape
 from model.position.absolute import Learned
 from ropewalk.files import hub_folder, own_file, read_json
 from ropewalk.hf import rope
-from ropewalk.hf.architectures import ARCHITECTURES, MIXTURES_OF_EXPERTS, Architecture
+from ropewalk.hf.architectures import ARCHITECTURES, Architecture
 
 INDEX = "model.safetensors.index.json"
 FILES = ("config.json", "model*.safetensors", INDEX)
-SAFELY = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
-# Not an error, but a report of all tensors that do not fit, so that ours can name them.
-REPORT = {"ignore_mismatched_sizes": True, "output_loading_info": True}
 # Tensors of old files that hold no weights: masks, and what angles are computed from.
 BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 # Beyond these a damaged number would take all memory: the library makes a list of all layers.
@@ -95,7 +92,16 @@ class Pretrained:
         try:
             _refuse_files_elsewhere(self.folder)
             model, report = library().AutoModelForCausalLM.from_pretrained(
-                self.folder, config=self.config, dtype=torch.float32, attn_implementation="eager", **SAFELY, **REPORT
+                self.folder,
+                config=self.config,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                # Not an error, but a report of all tensors that do not fit, so that ours can name them.
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
             )
         except Exception as error:  # the library raises many kinds
             remedy = "they must be complete, and safetensors: other formats may run code"
@@ -148,8 +154,7 @@ def read_model(source: str | Path) -> Pretrained:
     values = read_json(own_file(path))
     kind = str(values.get("model_type"))
     if kind not in ARCHITECTURES:
-        why = ", which has a mixture of experts" if kind in MIXTURES_OF_EXPERTS else ""
-        raise ValueError(f"{source} has model_type={kind!r}{why}; these can be read: {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"{source} has model_type={kind!r}; these can be read: {', '.join(ARCHITECTURES)}")
     try:
         return _interpret(folder, values, kind)
     except Exception as error:  # text where numbers belong, numbers out of range: the library raises many kinds

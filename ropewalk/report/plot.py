@@ -144,28 +144,26 @@ def gain(
 
 
 def curves(
-    table: pd.DataFrame, ax: Axes | None = None, *, lines: Sequence[str] | None = None, x: str = "tokens",
-    y: str | None = None, reference: str = "rope",
-) -> Axes:  # fmt: skip
-    """Draw the validation loss in training, the mean over the seeds of each line.
+    table: pd.DataFrame, ax: Axes | None = None, *, lines: Sequence[str] | None = None, reference: str = "rope"
+) -> Axes:
+    """Draw bits per byte, the error of a task or the loss in validation against the tokens of training.
+
+    The first of these that the runs recorded is drawn, as the mean over the seeds of each line.
 
     Args:
         table: as `ropewalk.curves` returns it.
         lines: as of `gain`; none: the first 8.
-        x: also "step" or "seconds".
-        y: a column; none: bits per byte, the error of a task or the loss in validation, whichever the runs recorded.
 
-    Raises ValueError: there is no such line; NothingError: no run has recorded it.
+    Raises ValueError: there is no such line; NothingError: no run was validated several times.
     """
-    wanted = VALIDATION if y is None else (y,)
-    y = next((name for name in wanted if name in table and table[name].notna().any()), None)
-    if y is None or x not in table or table.step[table[y].notna()].nunique() < 2:
-        raise NothingError(f"nothing to draw: no run has recorded {wanted[0]} by {x} several times")
+    y = next((name for name in VALIDATION if name in table and table[name].notna().any()), None)
+    if y is None or table.step[table[y].notna()].nunique() < 2:
+        raise NothingError("nothing to draw: no run was validated several times")
     ax = dressed(ax)
     titled(ax, f"In training: {y.replace('_', ' ')}", "the mean over the seeds")
     # As rows of a long table over all seeds. Lines of several sections have other texts or lengths.
     label = table.label if table.section.nunique() == 1 else table.label + ", " + table.section
-    recorded = pd.DataFrame({"line": label, "step": table.step, "x": table[x], "y": table[y]}).dropna()
+    recorded = pd.DataFrame({"line": label, "step": table.step, "x": table.tokens, "y": table[y]}).dropna()
     rows = recorded.groupby(["line", "step"])[["x", "y"]].mean().reset_index()
     rows = rows.assign(seed=None, low=math.nan, high=math.nan, reference=reference, zero_shot=False)
     if lines is None:
@@ -176,7 +174,7 @@ def curves(
     late = [losses.iloc[len(losses) // 4 :] for _, losses in rows.groupby("line").y]
     highest = max(max(losses.iloc[0] for losses in late), min(losses.max() for losses in late))
     pad = 0.05 * (highest - best) + FLOOR
-    _draw(ax, rows[POINT], looks, (best - pad, highest + pad), "{:.2f}", is_log=False, xlabel=f"{x} of training")
+    _draw(ax, rows[POINT], looks, (best - pad, highest + pad), "{:.2f}", is_log=False, xlabel="tokens of training")
     return ax
 
 

@@ -25,8 +25,6 @@ def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, size: Mappin
     ranks = world_size()
     micro_batch = t.batch_size * t.context_parallel // t.grad_accum_steps // ranks
     processes = "1 process" if ranks == 1 else f"{ranks} processes"
-    if t.context_parallel > 1:
-        processes += f", {t.context_parallel} for each text"
     print(f"run {cfg.name}: {t.max_steps} steps of {t.batch_size} x {cfg.train_len} tokens, in micro-batches of "
           f"{micro_batch} on {processes}")  # fmt: skip
     for number, stage in enumerate(cfg.stages):
@@ -37,10 +35,7 @@ def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, size: Mappin
     print(f"model: {counts}, {size['flops_per_token'] / 1e6:.1f} MFLOP a token")
     print(f"position encoding: {cfg.pe['name']}", *cfg.pe.get("pattern", []))
     # Encodings of a pattern may differ only in their window, and then describe their scaling alike: print it once.
-    descriptions: list[str] = []
-    for pe in net.distinct_encodings:
-        if isinstance(pe, Scaled):
-            descriptions += pe.describe()
+    descriptions = [line for pe in net.distinct_encodings if isinstance(pe, Scaled) for line in pe.describe()]
     for line in dict.fromkeys(descriptions):
         print(line)
     used = f"compile {hardware.compile}, kernels {hardware.kernels}".lower()

@@ -120,6 +120,3 @@ class SharedContext:
 
         run: Any = recomputed(gathered) if self.reading.recompute else gathered
         return run(q, k, v, *state.values())
-
-    def earlier(self, owner: Hashable, x: Tensor, n: int) -> list[Tensor]:
-        raise ValueError("the tokens before a piece are on another rank: leave out model.conv and model.key_offset")

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -72,19 +71,12 @@ def install_kernels(encodings: Encodings, hardware: Hardware) -> Hardware:
     """
     if not hardware.kernels:
         return hardware
-    problems = gather(plugins.kernels().problem(encodings, hardware.device))
-    where = [str(rank) for rank, problem in enumerate(problems) if problem]
-    if not where:
+    problems = list(filter(None, gather(plugins.kernels().problem(encodings, hardware.device))))
+    if not problems:
         plugins.kernels().install(encodings)
     elif is_rank_zero():
-        reason = problems[int(where[0])]
-        print(f"attention runs without kernels, slowly: on ranks {', '.join(where)} {reason}", file=sys.stderr)
-    return replace(hardware, kernels=not where)
-
-
-def uses_kernels(encodings: Encodings) -> bool:
-    """Whether any of them has kernels installed, and not only asked for."""
-    return any(getattr(pe, "is_twin", False) for pe in encodings)
+        print(f"attention runs without kernels, slowly: {problems[0]}", file=sys.stderr)
+    return replace(hardware, kernels=not problems)
 
 
 def on_rank_zero(function: Callable[[], R]) -> R:
@@ -157,37 +149,32 @@ def started_by() -> Launcher:
 
 def _is_child() -> bool:
     """True if this process was started by Fabric's own launcher, in another process of this run."""
-    return not started_by().name and os.environ.keys() >= {_PARENT, "LOCAL_RANK"}  # Fabric sets the second
+    return os.environ.get(_PARENT, str(os.getpid())) != str(os.getpid())
 
 
 def env_rank() -> int:
     """The rank this process was started as, also before the ranks have met; 0 unless a launcher started several."""
     if started_by().world_size > 1:
         return int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
-    return int(os.environ["LOCAL_RANK"]) if _is_child() else 0
+    return int(os.environ["LOCAL_RANK"]) if _is_child() else 0  # Fabric sets it
 
 
-def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
+def resolve_devices(devices: int | str, *, device: str) -> int:
     """Return the number of processes on each machine.
 
     "auto" means as many as a launcher started, or one for each GPU.
 
     Raises:
-        ValueError: a launcher started another number, or several machines have none.
+        ValueError: a launcher started another number.
     """
     launcher = started_by()
     if devices == "auto":
         gpus = torch.cuda.device_count() if device == "cuda" else 1
         devices = launcher.on_this_machine if launcher.name else gpus
-    per_node = int(devices)
-    asked = f"trainer.devices={per_node} trainer.num_nodes={num_nodes}"
-    if not launcher.name and num_nodes > 1:
-        raise ValueError(f"{asked}: start it on every machine with torchrun or srun")
-    if launcher.name and (per_node, per_node * num_nodes) != (launcher.on_this_machine, launcher.world_size):
-        started = f"{launcher.world_size} processes, {launcher.on_this_machine} on this machine"
-        remedy = f"trainer=ddp trainer.num_nodes={launcher.world_size // launcher.on_this_machine} takes them all"
-        raise ValueError(f"{asked}, but {launcher.name} started {started}: {remedy}")
-    return per_node
+    if launcher.name and devices != launcher.on_this_machine:
+        started = f"{launcher.name} started {launcher.world_size} processes, {launcher.on_this_machine} on this machine"
+        raise ValueError(f"trainer.devices={devices}, but {started}: trainer=ddp takes them all")
+    return int(devices)
 
 
 @contextmanager
@@ -201,7 +188,8 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
         ValueError: the batch cannot be divided among the ranks, or the ranks among the texts.
     """
     assert isinstance(trainer.devices, int)  # "auto" is resolved by now
-    world = trainer.devices * trainer.num_nodes
+    launcher = started_by()
+    world = trainer.devices * (launcher.world_size // launcher.on_this_machine)
     for key in ("context_parallel", "replicas"):
         if world % getattr(trainer, key):
             remedy = "set trainer=ddp or trainer=fsdp, and trainer.devices to a multiple of it"
@@ -211,9 +199,9 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     child = _is_child()
     if child:
         die_with_parent(int(os.environ[_PARENT]))
-    if world > 1:
+    elif world > 1:
         os.environ[_PARENT] = str(os.getpid())
-    fabric = _make_fabric(trainer, hardware, world)
+    fabric = _make_fabric(trainer, hardware, trainer.devices, world)
     if not dist.is_initialized():
         yield fabric
         return
@@ -251,7 +239,7 @@ def reader_of(trainer: Trainer, hardware: Hardware, document_end: int | None, en
     return Reader(document_end, shared, size)
 
 
-def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
+def _make_fabric(trainer: Trainer, hardware: Hardware, devices: int, world: int) -> "Fabric":
     """Fabric with all its processes running."""
     from lightning.fabric import Fabric  # takes seconds to import, and most programs only ask for the rank
     from lightning.fabric.plugins.environments import LightningEnvironment
@@ -269,8 +257,8 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
         fabric = Fabric(
             accelerator=hardware.device,
             strategy=_strategy(trainer, hardware, world),
-            devices=trainer.devices,
-            num_nodes=trainer.num_nodes,
+            devices=devices,
+            num_nodes=world // devices,
             precision=hardware.precision,  # type: ignore[arg-type]
             # Else Fabric would take variables of Slurm for ranks, also where srun has started none.
             plugins=[] if started_by().name else [LightningEnvironment()],
@@ -278,7 +266,7 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
         fabric.launch()
     # Lightning's: about GPUs that are not there, variables of Slurm, or a notebook, which is one process.
     except (RuntimeError, MisconfigurationException) as error:
-        raise ValueError(f"trainer.devices={trainer.devices}: {error}") from None
+        raise ValueError(f"trainer.devices={devices}: {error}") from None
     return fabric
 
 
@@ -300,15 +288,12 @@ def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | s
 
 def _fail(error: Exception) -> NoReturn:
     """Raise `error`, or SystemExit if another rank has already said what went wrong."""
-    lost_connection = isinstance(error, RuntimeError) and re.search("onnection|remote process", str(error))
-    if lost_connection:
-        time.sleep(1)  # lets the rank that is gone print its message first
     is_first = False
     with contextlib.suppress(RuntimeError):  # rank zero keeps the store, and may be gone
         is_first = dist.distributed_c10d._get_default_store().add(FAILED, 1) == 1
     if not is_first:
         raise SystemExit(ANOTHER_FAILED) from None
-    if lost_connection:
+    if isinstance(error, RuntimeError) and re.search("onnection|remote process", str(error)):
         raise ConnectionError("another process of this run has ended: its own message, if any, says why") from error
     raise error
 

@@ -84,7 +84,6 @@ CASES = [
     ("stages=[{steps:2,train_len:8,pe:{bse:5}}]", "pe.base"),
     ("pe=learned stages=[{steps:2,train_len:8,pe:{original_len:8}}]", "stages"),
     ("init_optimizer=true", "init_from=RUN"),
-    ("trainer.num_nodes=2", "trainer.num_nodes=2"),
     ("~pe", "pe=NAME"),
     ("runs/rope-code", "KEY=VALUE"),
     ("pe=[rope,yarn]", "-m pe=rope,yarn"),
