@@ -5,7 +5,8 @@ from itertools import product
 
 from scipy import stats
 
-from ropewalk.evaluation.statistics import Estimate, Sample, estimate, holm, stacked
+from lab.board.correction import holm
+from ropewalk.evaluation.statistics import Estimate, Sample, estimate, stacked
 from ropewalk.report.answer import amount
 from ropewalk.report.frame import Runs
 from ropewalk.report.page import markdown_table

@@ -18,7 +18,8 @@ import numpy as np
 from scipy.special import stdtrit
 
 from conf.schema import Section
-from ropewalk.evaluation.statistics import Estimate, holm, over_seeds, p_value
+from lab.board.correction import holm
+from ropewalk.evaluation.statistics import Estimate, over_seeds, p_value
 
 RATES = (0.75e-3, 1.5e-3, 3e-3, 6e-3, 12e-3)  # the learning rates that an entry may choose from
 PARAMETERS, COST, ABOVE = 1.02, 2.0, 0.02  # at most: both as multiples of RoPE's; bits at 1x above RoPE

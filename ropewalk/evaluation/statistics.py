@@ -166,16 +166,6 @@ def p_value(e: Estimate) -> float:
     return float(2 * stdtr(e.freedom, -abs(e.value) / e.error))
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return each p-value after Holm's correction for all (Scandinavian Journal of Statistics 6, 1979)."""
-    order = np.argsort(p_values)
-    factors = np.arange(len(order), 0, -1)
-    stepped = np.maximum.accumulate(factors * np.sort(p_values))
-    corrected = np.empty(len(order))
-    corrected[order] = np.minimum(stepped, 1)
-    return corrected.tolist()
-
-
 def tied(behind: Sequence[Estimate | None]) -> list[bool]:
     """Return which lines are tied with the best one, whose name was read from the same measurements.
 

@@ -12,7 +12,6 @@ from ropewalk.evaluation.statistics import (
     by_document,
     difference,
     estimate,
-    holm,
     over_seeds,
     p_value,
     share,
@@ -90,12 +89,6 @@ def test_numbers_of_seeds_have_the_t_interval():
     assert of_seeds.seeds == 4
     assert p_value(of_seeds) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
     assert p_value(over_seeds(np.zeros(4))) == 1.0  # the same encoding
-
-
-def test_holm_is_the_step_down_of_its_article():
-    """The smallest of four is multiplied by 4, the next by 3, ...; none becomes smaller than one before it."""
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.5, 0.6]) == [1.0, 1.0]
 
 
 def test_only_the_same_seeds_and_texts_are_compared():
