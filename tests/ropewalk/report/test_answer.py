@@ -5,11 +5,11 @@ import re
 
 import numpy as np
 import pytest
-from synthetic import LENGTHS, write_run
+from synthetic import write_runs
 
+import ropewalk
 from ropewalk.report.answer import answer
-from ropewalk.report.frame import load
-from ropewalk.report.table import BEST_POSSIBLE, over_seeds, results, verdict
+from ropewalk.report.table import BEST_POSSIBLE, over_seeds, verdict
 
 SAID = {
     "better": "it gains",
@@ -23,23 +23,21 @@ COUNTED = {
     "worse": r"(\d+) (?:is|are) worse\b",
     "undecided": r"(\d+) (?:is|are) undecided\b",
 }
-LINES = [
-    ["fox"],
-    ["alibi", "rope"],
-    ["rope", "fox", "cope", "alibi", "nope"],  # which gain, stay level and fail
+# Encodings, and by what their weights are read too.
+RUNS = [
+    (["fox"], []),
+    (["alibi", "rope"], ["rerope"]),
+    (["rope", "fox", "cope", "alibi", "nope"], ["yarn"]),  # which gain, stay level and fail
 ]
 
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
     measured = []
-    for number, lines in enumerate(LINES):
+    for n_seeds, (encodings, variants) in enumerate(RUNS, start=1):
         folder = tmp_path_factory.mktemp("runs")
-        for seed in range(number + 1):
-            for pe in lines:
-                variants = ["yarn", "rerope"] if pe == "rope" else []
-                write_run(folder, pe, seed, noise=0.01, variants=variants, falls=0.06)
-        measured.append(results(load(folder)))
+        write_runs(folder, *encodings, seeds=range(n_seeds), variants=variants, noise=0.01, falls=0.06)
+        measured.append(ropewalk.runs(folder))
     return measured
 
 
@@ -48,10 +46,8 @@ def scrambled(table, rng):
     n = len(table)
     table = table.assign(tied=rng.random(n) < 0.5)
     for name in ("gain", "lead", "share"):
-        table[name] = rng.normal(0, 0.05, n)
-        half = rng.exponential(0.05, n)
-        table[f"{name}_low"] = table[name] - half
-        table[f"{name}_high"] = table[name] + half
+        three = rng.normal(0, 0.05, (n, 3))
+        table[[f"{name}_low", name, f"{name}_high"]] = np.sort(three, axis=1)
     intervals = zip(table.gain_low, table.gain_high, strict=True)
     table["verdict"] = [verdict(low, high, 0.02) for low, high in intervals]
     table.loc[rng.random(n) < 0.1, ["value", "low", "high"]] = math.nan
@@ -60,33 +56,30 @@ def scrambled(table, rng):
 
 @pytest.mark.parametrize("number", range(60))
 def test_no_answer_contradicts_itself_or_the_table(tables, number):
-    rng = np.random.default_rng(number)
     table = tables[number % 3]
     if number >= 3:
-        table = scrambled(table, rng)
+        table = scrambled(table, np.random.default_rng(number))
     sentences = answer(table)
     text = " ".join(sentences)
     assert 1 <= len(sentences) <= 4
     assert not re.search(r"\b(nan|inf)\b|-0\.000(?! ±)", text)
     assert sentences == answer(table.sample(frac=1, random_state=number)), "the order of rows decides"
 
+    # The first sentence has one of the words, that of the table.
     rows = over_seeds(table)
     lines = rows[rows.line != BEST_POSSIBLE]
-    last = lines[lines.value.notna() & (lines.length == max(LENGTHS))].sort_values("rank")
-    if last.empty:
-        return
-    # The first sentence has one of the words, that of the table.
+    finite = lines[lines.value.notna()]
+    last = finite[finite.length == finite.length.max()].sort_values("rank")
     first = last.iloc[0]
-    said = [word for word, words in SAID.items() if words in sentences[0]]
-    assert said == [first.verdict]
-    rivals = last[last.tied.eq(True) & (last.line != first.line)]
-    assert ("told apart" in text) == (len(rivals) > 0)
-    assert ("is best" in text) == (len(last) > 1 and rivals.empty)
-    worse_there = first.line != first.reference and first.lead_high < 0
-    assert (f"{first.reference} is still better" in text) == (worse_there and first.verdict != "worse")
+    others = last[last.line != first.line]
+    assert [word for word, words in SAID.items() if words in sentences[0]] == [first.verdict]
+    assert ("told apart" in text) == others.tied.any()
+    assert ("is best" in text) == (len(others) > 0 and not others.tied.any())
+    is_behind = first.line != first.reference and first.lead_high < 0
+    assert (f"{first.reference} is still better" in text) == (is_behind and first.verdict != "worse")
 
     # Every line has one word, and none is left out without a word.
-    if len(last) > 1:
+    if len(others) > 0:
         sentence = re.sub("both|all", str(len(last)), sentences[1])
         counts = {word: sum(map(int, re.findall(pattern, sentence))) for word, pattern in COUNTED.items()}
         assert counts == {word: (last.verdict == word).sum() for word in COUNTED}
@@ -94,19 +87,28 @@ def test_no_answer_contradicts_itself_or_the_table(tables, number):
     assert ("another training may differ" in text) == (last.seeds.max() == 1)
 
     # A share is said of a gain alone, where there is something to gain.
-    best = rows[(rows.line == BEST_POSSIBLE) & (rows.length == max(LENGTHS))].iloc[0]
+    best = rows[(rows.line == BEST_POSSIBLE) & (rows.length == first.length)].iloc[0]
     assert ("% of that" in text) == (best.verdict == first.verdict == "better")
 
 
 @pytest.mark.parametrize(
     ("verdicts", "expected"),
     [
-        (["level", "better", "level"], "level or better at each of 3 lengths beyond 256 tokens."),
-        (["level", "undecided", "better"], "level or better up to 512 tokens; at 1,024 it is undecided"),
-        (["worse", "better", "level"], "Already at 512 tokens, the first length beyond 256, it is worse"),
+        (
+            ["level", "better", "level"],
+            "level or better at each of 3 lengths beyond 256 tokens.",
+        ),
+        (
+            ["level", "undecided", "better"],
+            "level or better up to 512 tokens; at 1,024 it is undecided",
+        ),
+        (
+            ["worse", "better", "level"],
+            "Already at 512 tokens, the first length beyond 256, it is worse",
+        ),
     ],
 )
-def test_how_far_a_line_alone_goes(tables, verdicts, expected):
+def test_a_line_alone_is_good_up_to_the_first_length_that_is_not(tables, verdicts, expected):
     rows = over_seeds(tables[0])
     longer = rows[(rows.line == "fox") & (rows.length > 256)]
     assert expected in answer(longer.assign(verdict=verdicts))[1]
