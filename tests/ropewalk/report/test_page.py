@@ -21,7 +21,14 @@ def words_of(text):
 
 
 def test_the_page_has_every_number_and_needs_nothing(tmp_path):
-    write_runs(tmp_path, "rope", seeds=(0, 1), kinds=MEASURES, variants=["yarn"], falls=0.06)
+    write_runs(
+        tmp_path,
+        "rope",
+        seeds=(0, 1),
+        kinds=MEASURES,
+        variants=["yarn"],
+        falls=0.06,
+    )
     write_runs(tmp_path, "fox", seeds=(0, 1), falls=0.06)
     write_runs(tmp_path, "cope", seeds=(0, 1), task="recall")
     write_run(tmp_path, "nope", settings={"sequences": 5})
@@ -36,8 +43,8 @@ def test_the_page_has_every_number_and_needs_nothing(tmp_path):
     table = results(runs)
     for _, of_section in table.groupby("section"):
         assert said.issuperset(answer(of_section))
-    rows = over_seeds(table)
-    for row in rows[rows.measure != "far_copies"].itertuples():  # which are shown as gains
+    rows = over_seeds(table).query("measure != 'far_copies'")  # which are shown as gains
+    for row in rows.itertuples():
         sign = "+" if row.quantity == "gain" else ""
         digits = 3 if "bit" in row.unit else 1
         assert amount(row.value, row.low, row.high, sign, digits) in said
@@ -48,13 +55,15 @@ def test_the_first_table_has_the_gains_at_the_longest_text_and_its_best_line_fir
     table = ropewalk.runs(tmp_path)
     first, *_ = page.grids(table)
     last = over_seeds(table).query("length == 2048").sort_values("value")
-    numbers = zip(last.gain, last.gain_low, last.gain_high, strict=True)
-    gains = [amount(*of_line, "+") for of_line in numbers]
-    assert list(first.cells["gain at 2,048"].items()) == list(zip(last.line, gains, strict=True))
+    gains = [(row.line, amount(row.gain, row.gain_low, row.gain_high, "+")) for row in last.itertuples()]
+    assert list(first.cells["gain at 2,048"].items()) == gains
 
 
 def test_names_are_only_text(tmp_path):
-    names = {"data.name": EVIL, "optim.lr": EVIL}
+    names = {
+        "data.name": EVIL,
+        "optim.lr": EVIL,
+    }
     write_run(tmp_path, "rope", variants=["yarn"], config=names)
     write_run(tmp_path, "rope", name=EVIL, config=names | {"optim.lr": 1.0}, finished=False)
     runs = frame.load(tmp_path)

@@ -16,11 +16,11 @@ from ropewalk.report.answer import answer
 from ropewalk.report.table import over_seeds, results
 
 
-def measured(folder, what="lengths/loss"):
+def measured(folder, measure="lengths", quantity="loss"):
     """The rows over all seeds of one quantity of a measure, by line, part and length."""
     rows = over_seeds(results(frame.load(folder)))
-    is_asked = rows.measure + "/" + rows.quantity == what
-    return rows[is_asked].set_index(["line", "part", "length"]).sort_index()
+    asked = rows.query("measure == @measure and quantity == @quantity")
+    return asked.set_index(["line", "part", "length"]).sort_index()
 
 
 def of_lines(table, column):
@@ -214,7 +214,11 @@ def test_sections_share_data_and_texts_or_training_lengths(tmp_path):
         write_run(tmp_path, name=name, **options)
     by_section = frame.load(tmp_path).runs.groupby("section").name
     sections = sorted(sorted(names) for _, names in by_section)
-    assert sections == [["long, same texts", "short", "unmeasured"], ["other data"], ["other length"]]
+    assert sections == [
+        ["long, same texts", "short", "unmeasured"],
+        ["other data"],
+        ["other length"],
+    ]
 
 
 def test_a_task_is_told_by_the_seeds_that_learned_it(tmp_path):
@@ -229,7 +233,7 @@ def test_a_task_is_told_by_the_seeds_that_learned_it(tmp_path):
             for part in values["measured"]:
                 part["tokens"] = [100] * TEXTS
                 part["errors"] = [wrong[part["difficulty"]]] * TEXTS
-    table = measured(tmp_path, "lengths/error")
+    table = measured(tmp_path, quantity="error")
     sparse = table.xs(("sparse", 256), level=("part", "length"))
     assert sparse[["value", "learned", "seeds"]].to_dict("index") == {
         "fox": {"value": 5, "learned": 1, "seeds": 2},
@@ -241,8 +245,9 @@ def test_a_task_is_told_by_the_seeds_that_learned_it(tmp_path):
 
 def test_far_text_is_pooled_over_what_is_far(tmp_path):
     write_run(tmp_path, "cope", kinds=["far_copies", "ruler"])
-    assert measured(tmp_path, "far_copies/gain").value["cope", "far", 2048] == pytest.approx(0.6, abs=0.05)
-    assert measured(tmp_path, "ruler/found").value["cope", "far", 2048] == 62.5  # 15 of 24 texts
+    cope = ("cope", "far", 2048)
+    assert measured(tmp_path, "far_copies", "gain").value[cope] == pytest.approx(0.6, abs=0.05)
+    assert measured(tmp_path, "ruler", "found").value[cope] == 62.5  # 15 of 24 texts
 
 
 def test_a_run_that_starts_from_a_model_is_compared_with_it(tmp_path):
@@ -270,7 +275,12 @@ def test_a_line_that_diverged_is_last_and_tied_with_none(tmp_path):
         for part in values["measured"]:
             part["nats"] = [math.nan] * TEXTS
     rows = measured(tmp_path).loc[:, "text", 256]
-    assert rows.tied.to_dict() == {"cope": True, "fox": True, "nope": False, "alibi": False}
+    assert rows.tied.to_dict() == {
+        "cope": True,
+        "fox": True,
+        "nope": False,
+        "alibi": False,
+    }
     assert rows["rank"]["alibi"] == 4
 
 
@@ -293,7 +303,14 @@ def test_a_run_is_left_out_that_is_damaged_or_measured_on_other_texts_than_its_s
 
 
 def test_results_in_one_file_are_compared_like_their_runs(tmp_path):
-    write_runs(tmp_path / "a", "rope", "alibi", seeds=(0, 1), variants=["yarn"], config={"runs_dir": "/secret"})
+    write_runs(
+        tmp_path / "a",
+        "rope",
+        "alibi",
+        seeds=(0, 1),
+        variants=["yarn"],
+        config={"runs_dir": "/secret"},
+    )
     write_runs(tmp_path / "b", "fox", seeds=(0, 1))
     file = tmp_path / "a.jsonl.gz"
     frame.save(file, [tmp_path / "a"])
