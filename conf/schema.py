@@ -103,17 +103,9 @@ class Trainer(Section):
     deterministic: bool = False
     kernels: bool | Literal["auto"] = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_old_options(cls, values: Any) -> Any:
-        """Read the files of older versions, which could also write checkpoints in parts."""
-        if not isinstance(values, Mapping):
-            return values
-        return {key: value for key, value in values.items() if key != "checkpoint_parts"}
-
 
 class Eval(Section):
-    lengths: list[Annotated[float, Field(gt=0, le=1e6)]] = Field(min_length=1)
+    lengths: list[Annotated[float, Field(gt=0, le=10_000)]] = Field(min_length=1)
     target_tokens: Count | None
     sequences: Count
     by_position: bool
@@ -121,7 +113,6 @@ class Eval(Section):
     variants: list[Name | dict[str, Any]] | None
     at: list[Count]
     tolerance: float = Field(ge=0)
-    task_tolerance: float | None = None  # of older runs, where nothing reads it any more
 
 
 class Logger(Section):
@@ -138,7 +129,6 @@ class Logger(Section):
     group: str | None = None
     notes: str | None = None
     log_model: bool = False
-    kind: str | None = None  # of older runs, which had one tracker; their trackers are not asked for again
 
 
 class Stage(Section):
@@ -178,18 +168,6 @@ class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     dropout: float = Field(0.0, ge=0, lt=1)  # of the embedding and of each branch, not of attention weights
     init_std: float = Field(0.02, gt=0)
     vocab_multiple: Width = 1  # the vocabulary is padded to a multiple of this; 64 suits GPUs
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_old_options(cls, values: Any) -> Any:
-        """Read the files of older versions. Options that are gone may only hold the value that did nothing."""
-        if not isinstance(values, Mapping):
-            return values
-        gone = {"parallel": False, "gate": "none", "conv_at": "B"}
-        for key, unset in gone.items():
-            if values.get(key, unset) != unset:
-                raise ValueError(f"model.{key}={values[key]} is gone: it made no network better; version 0.2 has it")
-        return {key: value for key, value in values.items() if key not in gone}
 
     @model_validator(mode="after")
     def _divisible(self) -> "GPTConfig":
@@ -231,7 +209,6 @@ class Config(Section):
     name: Name | None
     runs_dir: str
     overwrite: bool
-    dry_run: bool = False
     train_len: int = Field(ge=2, le=2**24)
     stages: list[Stage]
     init_from: str | None
@@ -276,6 +253,34 @@ class Config(Section):
     def lengths(self) -> list[int]:
         """Text lengths in tokens, each once, ascending."""
         return sorted({round(ratio * self.train_len) for ratio in self.eval.lengths})
+
+
+# Keys in the files of older versions, each with the value that did nothing, the only one to be read; ...: any value did
+# nothing to the results.
+GONE = {
+    "data.lengths": None,
+    "dry_run": ...,
+    "eval.task_tolerance": ...,
+    "logger.kind": ...,
+    "model.conv_at": "B",
+    "model.gate": "none",
+    "model.parallel": False,
+    "trainer.checkpoint_parts": ...,
+}
+
+
+def without_gone(values: Any, prefix: str = "") -> Any:
+    """Return the values of a file without the keys that are gone. Raises ConfigError: one of them did something."""
+    if not isinstance(values, Mapping):
+        return values
+    kept = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if name not in GONE:
+            kept[key] = without_gone(value, f"{name}.")
+        elif GONE[name] not in (..., value):
+            raise ConfigError(f"{name}={value} is gone; version 0.2 has it")
+    return kept
 
 
 def defaults_of(schema: type[BaseModel], prefix: str = "") -> dict[str, Any]:

@@ -12,7 +12,6 @@ import torch
 from conftest import REPORT, rows_of
 from lightning.fabric.loggers import CSVLogger
 
-from conf.schema import Logger
 from ropewalk.evaluation import loggers
 from ropewalk.report import frame, page
 from ropewalk.report.table import results as long_table
@@ -251,7 +250,3 @@ def test_a_missing_package_is_told(train, monkeypatch):
     outcome = train("logger=trackio")
     assert outcome.code == 2
     assert "pip install trackio" in outcome.err
-
-
-def test_the_file_of_a_run_that_could_have_one_tracker_is_read():
-    assert not Logger.model_validate({"kind": "wandb", "project": "mine", "tags": []}).wandb

@@ -44,11 +44,12 @@ def test_a_format_is_that_of_the_file_or_the_one_asked_for(report, tmp_path):
     assert (runs / "report.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_a_stream_has_the_report_alone(report, tmp_path):
+def test_a_device_is_not_written_to(report, tmp_path):
+    """Text goes to the terminal without out=."""
     write_run(tmp_path, "rope")
     outcome = report(tmp_path, "format=csv", "out=/dev/stdout")
-    assert outcome.out == report(tmp_path, "format=csv").out
-    assert "wrote /dev/stdout: 1 complete runs" in outcome.err
+    assert outcome.code == 2
+    assert "/dev/stdout is a link, a pipe or a device" in outcome.err
 
 
 def test_files_and_folders_patterns_and_another_reference(report, tmp_path):
