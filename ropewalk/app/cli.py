@@ -123,8 +123,8 @@ def _as_it_runs(config: DictConfig) -> str:
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Divide a command line into flags, in any place, and KEY=VALUE."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flags in (("-h", "--help"), ("--version",), ("-m", "--multirun")):
-        parser.add_argument(*flags, action="store_true")
+    for names in (("-h", "--help"), ("--version",), ("-m", "--multirun")):
+        parser.add_argument(*names, action="store_true")
     parser.add_argument("-c", "--cfg", choices=["job"])
     parser.add_argument("-cd", "--config-dir")
     flags, rest = parser.parse_known_args(arguments)
