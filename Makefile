@@ -20,7 +20,7 @@ train: $(VENV)/installed
 
 # A small RoPE model, read further than it was trained.
 demo: $(VENV)/installed
-	$(BIN)/python scripts/demo.py $(ARGS)
+	$(BIN)/python train.py experiment=demo $(ARGS)
 
 walk: $(VENV)/installed
 	PYTHON=$(abspath $(BIN))/python bash docs/walk.sh $(ARGS)

@@ -29,7 +29,6 @@ from model.position.network import Encodings, metrics_of
 from model.reading import Reading
 from model.size import flops_per_token, n_parameters
 from ropewalk.app.cli import program
-from ropewalk.app.dry_run import forecast
 from ropewalk.app.ending import show_results
 from ropewalk.app.resolve import for_this_machine
 from ropewalk.app.run_dir import RunDir, Validation, check_identity
@@ -71,7 +70,7 @@ def train(cfg: Config) -> float:
     tune(hardware.device, deterministic=cfg.trainer.deterministic)
     with distributed.launch(cfg.trainer, hardware) as fabric:
         run = train_on(fabric, cfg, hardware)
-        return math.nan if cfg.dry_run else show_results(run)
+        return show_results(run)
 
 
 def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
@@ -109,9 +108,6 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     if cfg.init_optimizer and not resumed:
         checkpoints.take_over(Path(str(cfg.init_from)), net, training.optimizer)
     training.rehearse()
-    if cfg.dry_run:
-        print(*forecast(training), sep="\n")
-        return run
     logger = loggers.Tracker(run, size)
 
     with run.lock():

@@ -3,8 +3,9 @@
 _RESUME = "the same command resumes a run; init_from=RUN starts another one from its weights"
 _NO_CALLBACKS = "there are no callbacks: the loop is `Training.fit` in train.py, where a line of yours has its place"
 _ADAMW = "AdamW is the only optimizer: its keys are optim.lr, optim.weight_decay and so on"
-_TRIAL = "experiment=quick is a run of seconds, dry_run=true only says what a run would take"
+_TRIAL = "experiment=quick is a run of seconds"
 _FILES = "data=text data.files='FOLDER/**/*' reads your own files"
+_SLURM = "a package of its own, pip install -e '.[slurm]'"
 _HUB = "data=hf data.path=NAME reads a dataset of the hub"
 _FP16 = "there is no fp16, whose gradients would need scaling: trainer.precision=bf16-mixed"
 
@@ -19,8 +20,6 @@ FOREIGN = {
     "ckpt_path": _RESUME,
     "context_length": "train_len",
     "d_model": "model.dim",
-    "data": "a trained model keeps its data; for others make a run of 0 steps: "
-    "train.py init_from=RUN trainer.max_steps=0 data=...",
     "data=c4": _HUB,
     "data=fineweb": _HUB,
     "data=openwebtext": _HUB,
@@ -46,6 +45,10 @@ FOREIGN = {
     "gradient_checkpointing": "trainer.checkpointing",
     "gradient_clip_val": "optim.grad_clip",
     "hidden_size": "model.dim",
+    "hydra/launcher=joblib": "a package of its own, pip install -e '.[sweep]'",
+    "hydra/launcher=submitit_local": _SLURM,
+    "hydra/launcher=submitit_slurm": _SLURM,
+    "hydra/sweeper=optuna": "a package of its own, pip install -e '.[optuna]'",
     "intermediate_size": "model.hidden_dim",
     "learning_rate": "optim.lr",
     "limit_train_batches": "trainer.max_steps",

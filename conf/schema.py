@@ -8,7 +8,7 @@ import difflib
 from bisect import bisect
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -66,14 +66,6 @@ class Section(BaseModel):
 
     # Strict: a text is no number, so that train_len="512" or compile=1 is an error and not a guess.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-    gone: ClassVar[tuple[str, ...]] = ()  # keys in the files of older versions, which nothing reads any more
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_gone(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        return {key: value for key, value in values.items() if key not in cls.gone}
 
 
 class Optim(Section):
@@ -113,11 +105,10 @@ class Trainer(Section):
     checkpointing: bool
     deterministic: bool = False
     kernels: bool | Literal["auto"] = False
-    gone = ("checkpoint_parts", "num_nodes")
 
 
 class Eval(Section):
-    lengths: list[Annotated[float, Field(gt=0, le=1e6)]] = Field(min_length=1)
+    lengths: list[Annotated[float, Field(gt=0, le=10_000)]] = Field(min_length=1)
     target_tokens: Count | None
     sequences: Count
     by_position: bool
@@ -125,7 +116,6 @@ class Eval(Section):
     variants: list[Name | dict[str, Any]] | None
     at: list[Count]
     tolerance: float = Field(ge=0)
-    gone = ("task_tolerance",)
 
 
 class Logger(Section):
@@ -139,7 +129,6 @@ class Logger(Section):
     tags: list[str] = []
     group: str | None = None
     notes: str | None = None
-    gone = ("csv", "trackio", "log_model", "kind")
 
 
 class Stage(Section):
@@ -179,18 +168,6 @@ class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     dropout: float = Field(0.0, ge=0, lt=1)  # of the embedding and of each branch, not of attention weights
     init_std: float = Field(0.02, gt=0)
     vocab_multiple: Width = 1  # the vocabulary is padded to a multiple of this; 64 suits GPUs
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_old_options(cls, values: Any) -> Any:
-        """Read the files of older versions. Options that are gone may only hold the value that did nothing."""
-        if not isinstance(values, Mapping):
-            return values
-        gone = {"parallel": False, "gate": "none", "conv_at": "B"}
-        for key, unset in gone.items():
-            if values.get(key, unset) != unset:
-                raise ValueError(f"model.{key}={values[key]} is gone: it made no network better; version 0.2 has it")
-        return {key: value for key, value in values.items() if key not in gone}
 
     @model_validator(mode="after")
     def _divisible(self) -> "GPTConfig":
@@ -232,7 +209,6 @@ class Config(Section):
     name: Name | None
     runs_dir: str
     overwrite: bool
-    dry_run: bool = False
     train_len: int = Field(ge=2, le=2**24)
     stages: list[Stage]
     init_from: str | None
@@ -277,6 +253,38 @@ class Config(Section):
     def lengths(self) -> list[int]:
         """Text lengths in tokens, each once, ascending."""
         return sorted({round(ratio * self.train_len) for ratio in self.eval.lengths})
+
+
+# Keys in the files of older versions, each with the value that did nothing, the only one to be read; ...: any value did
+# nothing to the results.
+GONE = {
+    "data.lengths": None,
+    "dry_run": ...,
+    "eval.task_tolerance": ...,
+    "logger.csv": ...,
+    "logger.kind": ...,
+    "logger.log_model": ...,
+    "logger.trackio": ...,
+    "model.conv_at": "B",
+    "model.gate": "none",
+    "model.parallel": False,
+    "trainer.checkpoint_parts": ...,
+    "trainer.num_nodes": ...,
+}
+
+
+def without_gone(values: Any, prefix: str = "") -> Any:
+    """Return the values of a file without the keys that are gone. Raises ConfigError: one of them did something."""
+    if not isinstance(values, Mapping):
+        return values
+    kept = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if name not in GONE:
+            kept[key] = without_gone(value, f"{name}.")
+        elif GONE[name] not in (..., value):
+            raise ConfigError(f"{name}={value} is gone; version 0.2 has it")
+    return kept
 
 
 def defaults_of(schema: type[BaseModel], prefix: str = "") -> dict[str, Any]:

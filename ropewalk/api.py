@@ -1,19 +1,16 @@
 """Ropewalk from Python: trained models, results of many runs, and encodings for a network of your own. See README."""
 
-import functools
-import reprlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from inspect import signature
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import pandas as pd
 import torch
-from pydantic import ConfigDict, Field, ValidationError, validate_call
+from pydantic import ConfigDict, Field, validate_call
 from torch import Tensor
 
-from conf.schema import GPTConfig, nearest, parse
+from conf.schema import GPTConfig, parse
 from data.base import Data, build_data
 from model import position, serialization
 from model.generation import generate
@@ -29,35 +26,10 @@ from ropewalk.report import frame, table
 
 MAX_LEN = 2**24  # tokens: the longest training length
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-F = TypeVar("F", bound=Callable[..., Any])
+# Decorates a function: arguments of other types than its signature says are a ValueError, which lists them.
+checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False))
 
 encodings = cli.encoding_names
-
-
-def checked(function: F) -> F:
-    """Decorate a function: arguments of other types than its signature says are a ValueError, with a line for each."""
-    config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
-    validated = validate_call(config=config)(function)
-    parameters = signature(function).parameters
-    names = [p.name for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return validated(*args, **kwargs)
-        except ValidationError as error:
-            lines: dict[str, str] = {}
-            for detail in error.errors():
-                at, *_ = detail["loc"]  # an argument without a name in the call is numbered
-                name = names[min(at, len(names) - 1)] if isinstance(at, int) else at
-                kind = detail["type"]
-                shown = name if "missing" in kind else f"{name}={reprlib.repr(detail['input'])}"
-                hint = nearest(name, sorted(parameters.keys() - {"self"})) if "unexpected_keyword" in kind else ""
-                # Of a union the first alternative stands for all.
-                lines.setdefault(name, f"{shown}: {detail['msg']}{hint}")
-        raise ValueError("\n".join(lines.values()))
-
-    return call  # type: ignore[return-value]
 
 
 class Model:
@@ -225,7 +197,7 @@ def runs(
     loaded = frame.load(folders, only, exclude)
     if loaded.left_out:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in loaded.left_out)
-        warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=5)
+        warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=3)
     return table.results(loaded, reference)
 
 
@@ -297,10 +269,8 @@ def _check_tensors(pe: PositionEncoding, given: Mapping[str, Tensor]) -> None:
     of_keys = (batch, pe.n_kv_head, length, pe.head_dim)
     shapes = {"q": (batch, pe.n_head, length, pe.head_dim), "k": of_keys, "v": of_keys, "x": (batch, length, pe.dim)}
     for name, tensor in given.items():
-        if tensor.shape != shapes[name] or tensor.device != q.device or not tensor.is_floating_point():
-            found = f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        if tensor.shape != shapes[name]:
             layout = "[B, T, dim]" if name == "x" else "[B, H, T, D]"
-            wanted = f"floating-point numbers {layout} = {shapes[name]} on {q.device}, as q has T = {length}"
-            raise ValueError(f"{found}, not {wanted}; of [B, T, H, D] take transpose(1, 2), and there is no cache")
-    if not q.dtype == given["k"].dtype == given["v"].dtype:
-        raise ValueError(f"q, k and v are {[str(given[name].dtype) for name in 'qkv']}: give them one type")
+            wanted = f"{layout} = {shapes[name]}, as q has T = {length}"
+            remedy = "of [B, T, H, D] take transpose(1, 2), and there is no cache"
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, not {wanted}; {remedy}")

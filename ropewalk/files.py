@@ -19,10 +19,6 @@ MAX_TEXT = 2**26  # bytes of the largest JSON or YAML file that is read
 MAX_LINE = 2**24  # characters of the longest line of a file that is read line by line
 
 
-class UnreadableError(ValueError):
-    """A file that this user may not read. It may be whole: no remedy may be one that loses it."""
-
-
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
     """Add the file's name to errors of writing, as the error of a full disk does not have it."""
@@ -36,15 +32,13 @@ def _naming(path: Path) -> Iterator[None]:
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a file to write to, which replaces `path` once it is complete and on the disk.
 
-    Until then the old file stays, whatever happens: a full disk, a killed process or a machine that stops. A link is
-    replaced, not followed.
+    Until then the old file stays, whatever happens: a full disk, a killed process or a machine that stops.
 
     Raises:
         OSError: names `path` and the reason.
-        ValueError: `path` is a stream, such as a device, which would be replaced for the whole machine.
+        ValueError: see `refuse_link`. A device would be replaced for the whole machine.
     """
-    if is_stream(path):
-        raise ValueError(f"{path} is a device, a pipe or a socket, which a file cannot replace: choose another name")
+    refuse_link(path)
     # A name of its own for each writer: two programs may write the same page at once.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     # Renaming is atomic, but only what is on the disk survives a machine that stops: the content is synced before the
@@ -60,33 +54,6 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-
-
-def is_stream(path: Path) -> bool:
-    """Whether `path` is a device, a named pipe or a socket, or a link that the system keeps to one, as /dev/stdout."""
-    try:
-        mode = path.lstat().st_mode
-        folder = path.parent.resolve()
-    except OSError:  # whoever opens it says why
-        return False
-    if stat.S_ISLNK(mode):
-        # These lead to whatever a process has open, be it a plain file. Any other link is replaced, not followed.
-        return folder == Path("/dev") or Path("/proc") in folder.parents
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
-
-
-def write_out(path: Path, content: bytes) -> None:
-    """Write a whole file as `atomic_write` does; or into a stream that a user names, such as /dev/stdout.
-
-    Not for the files of a run, which may be somebody else's.
-    """
-    if not is_stream(path):
-        with atomic_write(path) as file:
-            file.write(content)
-        return
-    # Appended: behind /dev/stdout may be a file that has earlier output.
-    with _naming(path), path.open("ab") as file:
-        file.write(content)
 
 
 @contextmanager
@@ -110,10 +77,15 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a whole file, as `atomic_write` does."""
+    with atomic_write(path) as file:
+        file.write(content)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a whole text file, as `atomic_write` does."""
-    with atomic_write(path) as file:
-        file.write(text.encode())
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -157,7 +129,8 @@ def refuse_link(path: Path) -> Path:
         ValueError: it is a symbolic link, through which a run of somebody else would reach files outside of it; or a
             named pipe, a socket or a device, which a program that opens it would wait for without end.
     """
-    if path.is_symlink() or is_stream(path):
+    mode = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise ValueError(f"{path} is a link, a pipe or a device, which is not followed: replace it by a plain file")
     return path
 
@@ -192,8 +165,7 @@ def copy_files(paths: Iterable[Path], folder: Path) -> None:
     """
     for path in paths:
         folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(folder / path.name) as file:
-            file.write(own_file(path).read_bytes())
+        write_bytes(folder / path.name, own_file(path).read_bytes())
 
 
 def hub_folder(source: str, patterns: Sequence[str]) -> Path:
@@ -232,13 +204,12 @@ def read_text(path: Path) -> str:
     """Return the text of a small file.
 
     Raises:
-        ValueError: it is missing, a link, too large, or no UTF-8; UnreadableError: this user may not read it.
+        ValueError: it is missing, a link, too large, or no UTF-8.
+        OSError: it cannot be read, as by this user. It may be whole: no remedy may be one that loses it.
     """
     try:
         return read_bytes(refuse_link(path)).decode()
-    except PermissionError as error:
-        raise UnreadableError(f"{path} cannot be read ({error.strerror})") from None
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error  # that of an OSError, without the path
         raise ValueError(f"{path} cannot be read ({reason})") from None
 

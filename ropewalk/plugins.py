@@ -100,15 +100,3 @@ def checked(cls: type, options: Mapping[str, Any], group: str) -> dict[str, Any]
     given = {key: value for key, value in options.items() if key != "_target_"}
     section = parse(schema_of(cls), given, f"{group}.")
     return {name: getattr(section, name) for name in options_of(cls)}
-
-
-def current_options(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `data` of a run of any version with the options that it has today."""
-    options = dict(data)
-    if str(options.get("_target_")).startswith("data.text."):
-        # Of a tokenizer that begins texts with a token, the identity of an older run lacks it: see `TextData.identity`.
-        options.setdefault("bos", "auto")
-        # Gone, and without effect if it was not set. Otherwise the class names it as unknown.
-        if options.get("lengths") is None:
-            options.pop("lengths", None)
-    return options

@@ -28,7 +28,7 @@ from model.position import Shape
 from model.position.cope import CoPE
 from model.position.rotary import Rotary
 from ropewalk.app.cli import encoding, encoding_names, program
-from ropewalk.files import write_out, write_text
+from ropewalk.files import write_bytes, write_text
 from ropewalk.report import plot
 
 Draw = Callable[[Axes], None]
@@ -75,7 +75,7 @@ def main(args: Arguments) -> None:
         for kind in {"png", "pdf"}.intersection(args.formats):
             ax = plot.new(pictures.SIZE)
             draw(ax)
-            write_out(out / f"{name}.{kind}", plot.written(plot.figure_of(ax), kind))
+            write_bytes(out / f"{name}.{kind}", plot.written(plot.figure_of(ax), kind))
     if "html" in args.formats:
         write_text(out / "index.html", PAGE + "\n".join([*pictures_of_page, *words]))
     print(f"wrote {len(drawn)} pictures to {out} ({', '.join(args.formats)})")

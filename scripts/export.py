@@ -8,7 +8,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("scripts.export")
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from pydantic import Field
@@ -19,7 +19,7 @@ from data.text import TextData
 from ropewalk import hf
 from ropewalk.app.cli import program
 from ropewalk.app.init_from import opened
-from ropewalk.app.run_dir import check_place, data_options, read_environment
+from ropewalk.app.run_dir import data_options
 from ropewalk.hf import tokenizers
 
 
@@ -33,17 +33,10 @@ class Arguments(Section):
 @program("export", Arguments)
 def main(args: Arguments) -> None:
     path = opened(args.run, step=args.step)
-    run_id = read_environment(path).run_id
     data = build_data(data_options(path, "prepared"))
-    tokens: dict[str, Any] = {}
+    of_text: dict[str, Any] = {}
     if isinstance(data, TextData):
-        tokens = {"bos_token_id": data.text_start, "eos_token_id": data.encoder.eot}
-
-    def write_tokenizer(folder: Path) -> None:
-        if isinstance(data, TextData):
-            tokenizers.write(data.encoder, folder)
-        # The weights are written by now, and the folder has no name yet: both must be of one run.
-        check_place(path, run_id)
-
-    name = hf.export(path, args.out, scale=args.scale, tokenizer=write_tokenizer, **tokens)
+        of_text = {"bos_token_id": data.text_start, "eos_token_id": data.encoder.eot}
+        of_text["tokenizer"] = partial(tokenizers.write, data.encoder)
+    name = hf.export(path, args.out, scale=args.scale, **of_text)
     print(f"wrote {args.out}: {name}; its README.md says how to open it")

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from conf.schema import ConfigError, Section
 from ropewalk.app.cli import program
-from ropewalk.files import is_stream, printable, write_out
+from ropewalk.files import printable, write_bytes, write_text
 from ropewalk.report import frame, page
 
 Format = Literal["html", "md", "csv", "svg", "png", "pdf", "jsonl.gz"]
@@ -51,7 +51,6 @@ def main(args: Arguments) -> None:
     kind = kind_of(args)
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
-    # Files are written whole or not at all, unless the user names a stream.
     beside = next(filter(Path.is_dir, map(Path, folders)), Path())
     out = Path(args.out or Path(beside, page.PAGE).with_suffix(f".{kind}"))
     if kind in TEXTS:
@@ -59,16 +58,15 @@ def main(args: Arguments) -> None:
         if args.out is None:
             sys.stdout.write(text)
             return
-        write_out(out, text.encode())
+        write_text(out, text)
     elif kind == "jsonl.gz":
         frame.save(out, folders, args.only, args.exclude)
     elif kind == "html":
-        write_out(out, page.html(runs, args.reference).encode())
+        write_text(out, page.html(runs, args.reference))
     else:
-        write_out(out, page.picture(runs, kind, args.reference))
+        write_bytes(out, page.picture(runs, kind, args.reference))
 
-    summary = f"wrote {out}: {sum(runs.runs.get('done', []))} complete runs, {len(runs.left_out)} left out"
-    print(summary, file=sys.stderr if is_stream(out) else sys.stdout)  # a stream has the report alone
+    print(f"wrote {out}: {sum(runs.runs.get('done', []))} complete runs, {len(runs.left_out)} left out")
 
 
 def kind_of(args: Arguments) -> str:

@@ -71,7 +71,7 @@ class Waits(TorchDispatchMode):
 
 def test_no_step_looks_at_a_number(train):
     """A device is waited for as often in 8 steps as in 4, if all else is the same."""
-    assert train("pe=rope", "dry_run=true").code == 0  # the first run prepares the data, which looks at numbers
+    assert train("pe=rope", "trainer.max_steps=0", "name=first").code == 0  # prepares the data, which looks at numbers
     counts = []
     for steps in (4, 8):
         with Waits() as waits:
@@ -124,20 +124,20 @@ def unprivileged():
     assert libc.capset(header, sets) == 0
 
 
-def test_a_run_in_a_read_only_folder_is_evaluated_in_a_copy(straight, script, tmp_path, unprivileged):
+def test_a_run_in_a_read_only_folder_is_not_evaluated(straight, script, tmp_path, unprivileged):
     run = shutil.copytree(straight("pe=rope"), tmp_path / "runs" / "run")
     run.parent.chmod(0o555)
     outcome = script(evaluate, f"run={run}")
     run.parent.chmod(0o755)
     assert outcome.code == 2
-    assert "cannot be locked ([Errno 13] Permission denied" in outcome.err
-    assert "copy it to a folder that you may write to" in outcome.err
+    assert "Permission denied" in outcome.err
+    assert ".run.lock" in outcome.err
 
 
 def test_a_file_that_may_not_be_read_is_not_to_be_deleted(tmp_path, unprivileged):
     """It may be whole, so the message is the system's and has no remedy that would lose it."""
     (tmp_path / "config.yaml").touch(mode=0)
-    with pytest.raises(ValueError, match=r"cannot be read \(Permission denied\)$"):
+    with pytest.raises(PermissionError):
         read_config(tmp_path)
 
 

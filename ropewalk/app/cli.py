@@ -34,10 +34,6 @@ ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowEr
 TRAIN = "config"  # the configuration of train.py, to which an experiment and a model to start from belong
 _TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
 _BASE = "base_model"
-_HYDRA_FLAG = (
-    "(--(hydra-help|resolve|package|run|shell-completion|config-path|config-name|experimental-rerun|info)"
-    "|-(p|r|sc|cp|cn|i))(=|$)"
-)
 
 Task = Callable[[DictConfig], Any]
 
@@ -91,15 +87,13 @@ def launch(name: str, about: str | None, load: Callable[[], Task]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
     try:
-        flags, hydra_flags, overrides = _parse(sys.argv[1:])
+        flags, overrides = _parse(sys.argv[1:])
         if flags.version:
             print(f"Ropewalk {version('ropewalk')}")
         elif flags.multirun and not (flags.help or flags.cfg):
             from ropewalk.app.sweep import sweep
 
-            sweep(name, load(), [*hydra_flags, "--multirun"], overrides)
-        elif hydra_flags:
-            hydra_main(name, lambda config: load()(config), *hydra_flags, *overrides)
+            sweep(name, load(), overrides)
         else:
             with composed(name, *overrides) as config:
                 if flags.help:
@@ -126,19 +120,16 @@ def _as_it_runs(config: DictConfig) -> str:
     return yaml.safe_dump(values, sort_keys=False)
 
 
-def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Divide a command line into our flags, in any place, those of Hydra, and KEY=VALUE."""
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Divide a command line into flags, in any place, and KEY=VALUE."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flags in (("-h", "--help"), ("--version",), ("-m", "--multirun")):
-        parser.add_argument(*flags, action="store_true")
-    parser.add_argument("-c", "--cfg")
+    for names in (("-h", "--help"), ("--version",), ("-m", "--multirun")):
+        parser.add_argument(*names, action="store_true")
+    parser.add_argument("-c", "--cfg", choices=["job"])
     parser.add_argument("-cd", "--config-dir")
-    ours, rest = parser.parse_known_args(arguments)
+    flags, rest = parser.parse_known_args(arguments)
     # As programs with argparse take them: --seed=1 is seed=1.
-    hydra_flags = [argument for argument in rest if re.match(_HYDRA_FLAG, argument)]
-    overrides = [argument.lstrip("-") for argument in rest if argument not in hydra_flags]
-    if ours.cfg not in (None, "job"):
-        hydra_flags += ["--cfg", ours.cfg]
+    overrides = [argument.lstrip("-") for argument in rest]
     # The name of a run of a sweep has = in it, as in run=runs/rope-train_len=32. Hydra wants quotes around it.
     overrides = [re.sub(r"^(\w[\w./]*)=([\w./-]+=[\w./=-]+)$", r"\1='\2'", argument) for argument in overrides]
     for argument in overrides:
@@ -147,15 +138,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str], list[st
         if choice.startswith("[") and group != "logger" and (CONF_DIR / group).is_dir():
             each = choice.strip("[]")
             raise ConfigError(f"{argument}: one option at a time; for a run of each write -m {group}={each}")
-    if ours.config_dir:
-        overrides.insert(0, f"hydra.searchpath=[file://{Path(ours.config_dir).absolute()}]")
-    return ours, hydra_flags, overrides
-
-
-def hydra_main(name: str, task: Task, *arguments: str) -> None:
-    """Let Hydra do what the flags among these arguments ask for: a sweep (--multirun), or to show something."""
-    sys.argv[1:] = arguments
-    hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(task)()
+    if flags.config_dir:
+        overrides.insert(0, f"hydra.searchpath=[file://{Path(flags.config_dir).absolute()}]")
+    return flags, overrides
 
 
 def fail(error: Exception) -> None:
@@ -200,23 +185,11 @@ def composed(name: str, *overrides: str) -> Iterator[DictConfig]:
 
 
 def _compose(name: str, overrides: list[str]) -> DictConfig:
-    """What Hydra composes. Raises ConfigError: a line for each key that does not exist, or the first other mistake."""
-    mistakes = []
-    while True:
-        try:
-            config = hydra.compose(name, overrides, return_hydra_config=True)
-        except HydraException as error:
-            mistakes.append(explain(error))
-            # Without an option of a group, as in pe=yarm, its keys have no meaning.
-            group = str(getattr(error, "missing_cfg_file", None)).rpartition("/")[0]
-            key = getattr(error.__cause__, "full_key", group)
-            rest = [override for override in overrides if not re.match(rf"\+*{re.escape(key)}[.=]", override)]
-            if len(rest) < len(overrides):
-                overrides = rest
-                continue
-        if mistakes:
-            raise ConfigError("\n".join(mistakes))
-        return config
+    """What Hydra composes. Raises ConfigError: names the first mistake."""
+    try:
+        return hydra.compose(name, overrides, return_hydra_config=True)
+    except HydraException as error:
+        raise ConfigError(explain(error)) from None
 
 
 def recipe(config: DictConfig) -> str:

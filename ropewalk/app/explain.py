@@ -19,7 +19,6 @@ from conf.schema import flatten, nearest, unknown_key
 from ropewalk.files import printable
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-_EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slurm", "optuna": "optuna"}
 
 
 def help_text(about: str, config: DictConfig) -> str:
@@ -77,26 +76,17 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         message = _missing_option(error.missing_cfg_file, error.options or ())
     elif isinstance(error, OverrideParseException):
-        key, equals, value = error.override.partition("=")
-        message = f"{key!r} is not KEY=VALUE"
-        if equals:
-            message = f"{error.override}: this cannot be read; a text has quotes of its own: \"{key}='{value}'\""
+        key, _, value = error.override.partition("=")
+        message = f"{error.override!r} is not KEY=VALUE; a text has quotes of its own: \"{key}='{value}'\""
     elif isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
         siblings = [] if cause.parent_node is None else list(cause.parent_node)
         message = _unknown_key(str(cause.full_key), [str(name) for name in siblings if name != "hydra"])
-    elif message.startswith("Could not override '"):
-        message = unknown_key(message.split("'")[1], ())  # a group of other programs
-    elif message.startswith("Ambiguous value"):
-        argument = message.split("'")[1]
-        message = f"{argument}: several values; for a run of each write -m {argument}"
     return printable(message)
 
 
 def _missing_option(name: str, options: Sequence[str]) -> str:
     """The message about an option that no file of its group has, as in pe=yarm."""
     group, _, choice = name.rpartition("/")
-    if choice in _EXTRAS:
-        return f'{group}={choice} needs a package: pip install -e ".[{_EXTRAS[choice]}]"'
     # Of an option within a file Hydra does not say which there are.
     known = options or sorted(path.stem for path in CONF_DIR.joinpath(group).glob("*.yaml"))
     hint = answer(group, choice) or nearest(choice, known)
@@ -110,14 +100,14 @@ def _unknown_key(key: str, siblings: Iterable[str]) -> str:
         return message
     section, _, word = key.rpartition(".")
     group = section.partition(".")[0]
-    options = [(path.parent.name, path.stem) for path in sorted(CONF_DIR.glob("*/*.yaml"))]
-    have = [name for home, name in options if home == group and f"{group}.{word}" in described([CONF_DIR], home, name)]
-    if have:
-        choice = group if group == section else f"{section}.pe"  # of a part of a pattern
-        choices = ", ".join(f"{choice}={name}" for name in have)
-        return f"{message}. These have it: {choices}; where {choice} is swept, or is a pattern, write ++{key}..."
-    # The word may be right and in the wrong place: an option of a group (rope), or a key of a section (lr).
-    places = [f"{home}={name}" for home, name in options if name == word]
-    for home, name in [("", "config"), *options]:
-        places += [known for known in described([CONF_DIR], home, name) if known.endswith(f".{word}")]
+    choice = group if group == section else f"{section}.pe"  # of a part of a pattern
+    files = [("", "config")]
+    files += [(path.parent.name, path.stem) for path in sorted(CONF_DIR.glob("*/*.yaml"))]
+    keys = {file: described([CONF_DIR], *file) for file in files}
+    options = [f"{choice}={name}" for (_, name), known in keys.items() if f"{group}.{word}" in known]
+    if options:
+        remedy = f"where {choice} is swept, or is a pattern, write ++{key}..."
+        return f"{message}. These have it: {', '.join(options)}; {remedy}"
+    # The word may be right and the section wrong, as in trainer.lr.
+    places = [place for known in keys.values() for place in known if place.endswith(f".{word}")]
     return f"{key}: there is no such key; did you mean {places[0]}?" if places else message

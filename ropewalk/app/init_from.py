@@ -13,7 +13,7 @@ from model import serialization
 from model.gpt import GPT
 from ropewalk import hf
 from ropewalk.app.cli import composed, encoding, plain, quoted, recompose
-from ropewalk.app.resolve import check, check_cost, load_config, resolve, with_variants
+from ropewalk.app.resolve import check, load_config, resolve, with_variants
 from ropewalk.app.run_dir import RunDir, data_options, find, read_environment
 from ropewalk.app.trained import (
     Options,
@@ -85,13 +85,13 @@ def evaluation(path: Path, pe: Options | None) -> Config:
     With `pe`, which the command line chose, that encoding is the only variant. Raises ValueError: the run is damaged,
     or an encoding cannot read its weights.
     """
-    run_config = load_config(path)
     trained = serialization.describe(path)
-    values = run_config.model_dump()
+    values = load_config(path).model_dump()
+    # What is read is the network of model.json, which carries a checksum.
+    values |= {key: trained[key] for key in ("model", "pe", "train_len")}
     reader = chosen_reader(trained, pe)
     asked = recompose({"eval": values["eval"]}, {})
     cfg = check(values | {"eval": asked["eval"], "runs_dir": str(path.parent), "name": path.name})
-    check_cost(cfg)
     wanted = [reader] if reader else cfg.eval.variants or []
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
 

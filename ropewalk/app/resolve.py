@@ -3,12 +3,9 @@
 The result is frozen: training, evaluation and config.yaml see only that.
 """
 
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from conf.schema import Config, ConfigError, Stage, parse
 from data.base import build_data
@@ -18,16 +15,10 @@ from model.gpt import GPT
 from model.position.layer import check_length
 from model.position.network import at_scale, max_len_of, scales_of
 from model.position.rotary import Rotary
-from model.size import flops_per_token
-from ropewalk import hf
 from ropewalk.app.run_dir import RESTORE, naming_damage, read_config
 from ropewalk.app.trained import base_model, original_len, resolve_encoding, variants
-from ropewalk.training.distributed import resolve_devices, started_by
+from ropewalk.training.distributed import resolve_devices
 from ropewalk.training.hardware import Hardware
-
-# Operations of an evaluation beyond which it is taken for a mistake: days of a processor, hours of a large GPU.
-MAX_OPERATIONS = 1e17
-MAX_OPERATIONS_OF_A_GPU = 1e19
 
 
 def resolve(values: Mapping[str, Any]) -> Config:
@@ -65,21 +56,6 @@ def load_config(run: Path) -> Config:
         return check(values)
 
 
-def check_cost(cfg: Config) -> None:
-    """Raise ConfigError if the evaluation would take a machine of this kind days.
-
-    Not a part of `check`: a run may be opened on another machine than it was measured on.
-    """
-    _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
-    cost = cfg.eval.sequences * sum(length * flops_per_token(net, length) for length in cfg.lengths)
-    limit = MAX_OPERATIONS_OF_A_GPU if torch.cuda.is_available() else MAX_OPERATIONS
-    if cost > limit:
-        raise ConfigError(
-            f"eval.lengths={cfg.eval.lengths}: texts of up to {max(cfg.lengths):,} tokens take {cost:.1e} operations, "
-            f"more than {limit:.0e}: lower eval.lengths or eval.sequences"
-        )
-
-
 def with_variants(cfg: Config, encodings: Iterable[dict[str, Any]]) -> Config:
     """Return `cfg` with these encodings, each once, as its eval.variants."""
     distinct = {str(pe): pe for pe in encodings}
@@ -96,9 +72,6 @@ def for_this_machine(cfg: Config) -> tuple[Config, Hardware]:
     kernels = False if t.deterministic and t.kernels == "auto" else t.kernels
     hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile, kernels=kernels)
     devices = resolve_devices(t.devices, device=hardware.device)
-    if devices > 1 and hardware.device == "cpu" and t.accelerator == "auto" and not started_by().name:
-        remedy = f"trainer.accelerator=cpu makes {devices} processes share the processor"
-        raise ConfigError(f"trainer.devices={devices}: this machine has no GPU; {remedy}")
     resolved = {"precision": hardware.precision, "kernels": hardware.kernels, "devices": devices}
     return cfg.model_copy(update={"trainer": t.model_copy(update=resolved)}), hardware
 
@@ -219,14 +192,3 @@ def _rules_of_shared_texts(cfg: Config) -> Rules:
         (shares and bool(cfg.model.conv or cfg.model.key_offset),
          f"model.conv and model.key_offset need the tokens before a piece, which {asked} does not have; set one only"),
     ]  # fmt: skip
-
-
-def warn(cfg: Config) -> None:
-    """Print warnings about options that are probably a mistake, and what a trained model cannot be used for."""
-    warmup, steps = cfg.optim.warmup_steps, cfg.trainer.max_steps
-    if warmup >= steps > 0:
-        print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)
-    _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
-    obstacles = hf.obstacles(net)
-    if obstacles and "tokenizer" in cfg.data:
-        print(f"to transformers this cannot be exported: {'; '.join(obstacles)}")

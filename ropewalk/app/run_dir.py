@@ -30,10 +30,8 @@ import yaml
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, model_validator
 
-from conf.schema import Config, ConfigError, GPTConfig, S, flatten, parse
-from ropewalk import plugins
+from conf.schema import Config, ConfigError, S, flatten, parse, without_gone
 from ropewalk.files import (
-    UnreadableError,
     append,
     copy_files,
     read_json,
@@ -88,8 +86,8 @@ class Environment(BaseModel):
 # Key prefixes that may change when a run is resumed. None of them changes what a step samples. World size, strategy,
 # trainer.checkpointing and trainer.deterministic may change the order of its sums, and so the last bits.
 FREE = (
-    "name", "overwrite", "dry_run", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices",
-    "trainer.num_nodes", "trainer.replicas", "trainer.context_parallel", "trainer.checkpoint", "trainer.deterministic",
+    "name", "overwrite", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices", "trainer.num_nodes",
+    "trainer.replicas", "trainer.context_parallel", "trainer.checkpoint", "trainer.deterministic",
     "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir",
 )  # fmt: skip
 
@@ -154,7 +152,7 @@ class RunDir:
         try:
             read_environment(self.path)
             return read_config(self.path).get("overwrite") is True and not self._differences()
-        except (ConfigError, UnreadableError):  # a run that cannot be read cannot be resumed
+        except (ConfigError, OSError):  # a run that cannot be read cannot be resumed
             return False
 
     @property
@@ -251,7 +249,8 @@ def lock(run: Path) -> Iterator[None]:
     """Hold the lock of a run. Everything that writes into a run takes it, once in a process.
 
     Raises:
-        ConfigError: another process has it, or its file cannot be made.
+        ConfigError: another process has it.
+        OSError: its file cannot be made.
     """
     # The file lies beside the run, since overwrite=true replaces the whole directory under the lock.
     path = run.resolve()
@@ -263,8 +262,6 @@ def lock(run: Path) -> Iterator[None]:
         held = FileLock(file, timeout=PATIENCE).acquire()
     except Timeout:
         raise ConfigError(f"another process works on {run}: wait for it, or choose another name=...") from None
-    except OSError as error:
-        raise ConfigError(f"{run} cannot be locked ({error}): copy it to a folder that you may write to") from None
     with held:
         yield
 
@@ -273,12 +270,11 @@ def find(path: str | Path) -> Path:
     """Return the run directory at `path`.
 
     Raises:
-        ConfigError: there is none, with a list of those nearby; it holds links; or model.json contradicts config.yaml.
+        ConfigError: there is none, with a list of those nearby; or it holds links.
     """
     path = Path(path)
     if (path / "config.yaml").is_file():
         refuse_links(path)
-        _check_model(path)
         return path
     problem = f"{path} is not a run directory (it has no config.yaml)"
     if (path / "config.json").is_file():
@@ -286,22 +282,6 @@ def find(path: str | Path) -> Path:
     files = [*path.parent.glob("*/environment.json"), *Path("runs").glob("*/environment.json")]
     runs = {str(file.parent) for file in files}
     raise ConfigError(f"{problem}; there are: {', '.join(sorted(runs)) or 'none'}")
-
-
-def _check_model(run: Path) -> None:
-    """Raise ConfigError if model.json, where there is one, describes another network than config.yaml."""
-    # A number that was changed in one of the files would silently give other results. Older runs have no checksum.
-    path = run / "model.json"
-    if not path.is_file():
-        return
-    config, model = read_config(run), read_json(path)
-    model["model"] = parse(GPTConfig, model.get("model"), "model.").model_dump()
-    keys = ("model", "pe", "train_len")
-    recorded = flatten({key: config.get(key) for key in keys})
-    described = flatten({key: model.get(key) for key in keys})
-    for key in differing(recorded, described):
-        values = f"{described.get(key)!r}, and {recorded.get(key)!r} in config.yaml"
-        raise ConfigError(f"{path} is damaged: {key} is {values}; restore the file that was changed")
 
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -320,8 +300,6 @@ def naming_damage(path: Path, remedy: str) -> Iterator[None]:
     """Make errors about the content of a file say that it is damaged, in a ConfigError with the `remedy`."""
     try:
         yield
-    except UnreadableError:  # it may be whole, and the remedy may lose it
-        raise
     except ValueError as error:
         raise ConfigError(f"{path} is damaged: {str(error).splitlines()[0]}; {remedy}") from None
 
@@ -347,8 +325,7 @@ def read_config(run: Path) -> dict[str, Any]:
     """Read the configuration of a run, as plain values. Raises ConfigError if the file is damaged."""
     path = run / "config.yaml"
     with naming_damage(path, RESTORE):
-        values = parse(Config, read_yaml(path)).model_dump()
-    return values | {"data": plugins.current_options(values["data"])}
+        return parse(Config, without_gone(read_yaml(path))).model_dump()
 
 
 def check_identity(run: Path, identity: dict[str, Any]) -> None:

@@ -8,22 +8,22 @@ import itertools
 import os
 import shlex
 import sys
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from conf.schema import Config, ConfigError
-from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, hydra_main, plain, quoted
-from ropewalk.app.explain import explain
+from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, plain, quoted
+from ropewalk.app.explain import CONF_DIR, explain
 from ropewalk.app.init_from import merged
-from ropewalk.app.resolve import check_cost, resolve, warn
-from ropewalk.app.run_dir import RunDir, find
+from ropewalk.app.resolve import resolve
+from ropewalk.app.run_dir import RunDir
 from ropewalk.evaluation.loop import is_measured
 from ropewalk.training.distributed import die_with_parent, env_rank, started_by
 from ropewalk.training.hardware import reset_peak_memory
@@ -34,35 +34,32 @@ Choices = Mapping[str, Sequence[str]]  # {key: the overrides of it that the jobs
 def configure(config: DictConfig) -> Config:
     """Return the configuration of a run, checked, with nothing left open but what a machine decides.
 
-    Prints warnings about doubtful choices. Raises ValueError: a line for each mistake.
+    Prints a warning if the learning rate never leaves its warm-up. Raises ValueError: a line for each mistake.
     """
     cfg = resolve(merged(plain(config)))
-    check_cost(cfg)
-    if env_rank() == 0:
-        experiment = config.hydra.runtime.choices["experiment"]
-        if experiment:
-            print(f"settings of experiment={experiment} hold where yours say nothing")
-        warn(cfg)
+    experiment = config.hydra.runtime.choices["experiment"]
+    warmup, steps = cfg.optim.warmup_steps, cfg.trainer.max_steps
+    if env_rank() == 0 and experiment:
+        print(f"settings of experiment={experiment} hold where yours say nothing")
+    if env_rank() == 0 and warmup >= steps > 0:
+        print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)
     return cfg
 
 
-def sweep(name: str, task: Task, flags: Sequence[str], overrides: Sequence[str]) -> None:
+def sweep(name: str, task: Task, overrides: Sequence[str]) -> None:
     """Run the jobs of a sweep over the program that is configured by conf/`name`.yaml. Exits with 1 if one fails.
 
     Raises:
-        ConfigError: nothing is swept, a job is mistaken, or two would be the same run.
+        ConfigError: a job is mistaken.
     """
-    if not overrides:
-        raise ConfigError("-m runs a job for each of several values: say of what, as in -m pe=rope,alibi seed=0,1")
     searches = any(override.startswith("hydra/sweeper=") for override in overrides)
-    jobs = Jobs(name, task, searches, [] if searches else plan(name, overrides))
+    jobs = Jobs(name, task, searches, plan(overrides) if name == TRAIN and not searches else [])
     for number, run in enumerate(jobs.runs, 1):
         print(f"[{number}/{len(jobs.runs)}] {run.path.name}{': complete' if run.complete else ''}")
-    if len(jobs.unfinished()) > 1 and "hydra/launcher=" not in " ".join(overrides):
-        side_by_side = "OMP_NUM_THREADS=1 and hydra/launcher=joblib hydra.launcher.n_jobs=-1"
-        print(f"one job after the other; {side_by_side} train small networks on all cores", flush=True)
+    sys.stdout.flush()
+    sys.argv[1:] = ["--multirun", *overrides]
     try:
-        hydra_main(name, jobs, *flags, *overrides)
+        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(jobs)()
     except ERRORS:
         if not jobs.runs:
             raise
@@ -110,7 +107,6 @@ class Jobs:
             sys.stdout = log.open("w", buffering=1, encoding="utf-8")
         # Jobs share one process: each must measure its own peak, without what the job before it still holds.
         reset_peak_memory()
-        started = time.time()
         try:
             with composed(self.name, *overrides) as own:  # over the recipe of its data
                 result = self.task(own)
@@ -123,8 +119,7 @@ class Jobs:
             if self.searches or in_parallel:
                 raise
             return None
-        minutes = (time.time() - started) / 60
-        print(f"{label}: done in {minutes:.1f} minutes; {len(self.unfinished())} left", file=sys.__stdout__, flush=True)
+        print(f"{label}: done; {len(self.unfinished())} left", file=sys.__stdout__, flush=True)
         return result
 
     def unfinished(self) -> list[str]:
@@ -133,47 +128,33 @@ class Jobs:
         return [run.path.name for run in self.runs if not (run.path / "training.json").is_file()]
 
 
-def plan(name: str, overrides: Sequence[str]) -> list[RunDir]:
-    """Check the jobs of a sweep, and return their runs if the program is train.py.
+def plan(overrides: Sequence[str]) -> list[RunDir]:
+    """Check the jobs of a sweep over train.py, and return their runs.
 
     What varies becomes part of the names where these do not tell the runs apart.
 
     Raises:
-        ConfigError: a job is mistaken, two would be the same run, or a run to be read is not there.
+        ConfigError: a job is mistaken.
     """
-    choices = _choices(name, overrides)
-    if name != TRAIN:
-        _find_runs(choices.get("run", ()))
-        return []
+    choices = _choices(overrides)
     jobs = [*itertools.product(*choices.values())]
     varying = [
         [option for option, values in zip(job, choices.values(), strict=True) if len(values) > 1] for job in jobs
     ]
-    configs = [_checked(name, job, " ".join(options)) for job, options in zip(jobs, varying, strict=True)]
+    configs = [_checked(job, " ".join(options)) for job, options in zip(jobs, varying, strict=True)]
     runs = [RunDir(cfg) for cfg in configs]
     if len({run.path for run in runs}) < len(runs):
         runs = [RunDir(_with_name(cfg, options)) for cfg, options in zip(configs, varying, strict=True)]
-    if len({run.path for run in runs}) < len(runs):
-        twice = ", ".join(map(" ".join, varying))
-        raise ConfigError(f"two jobs would be one run: {twice}; leave out what is there twice")
     for run in runs:
         run.check()
     return runs
 
 
-def _find_runs(overrides: Sequence[str]) -> None:
-    """Raise ConfigError unless these overrides name runs, or models of transformers."""
-    for override in overrides:
-        source = override.partition("=")[2].strip("'\"")
-        if not source.startswith("hf:"):
-            find(source)
-
-
-def _choices(name: str, overrides: Sequence[str]) -> Choices:
+def _choices(overrides: Sequence[str]) -> Choices:
     """What the jobs combine, as Hydra's own sweeper combines it."""
     parser = OverridesParser.create()
     fixed = [str(o.input_line) for o in parser.parse_overrides([*overrides]) if not o.is_sweep_override()]
-    with composed(name, *fixed) as config:
+    with composed(TRAIN, *fixed) as config:
         swept: Mapping[str, str] = config.hydra.sweeper.get("params") or {}
     choices = {}
     # First what a file sweeps, then the command line, in which a later override replaces an earlier one.
@@ -181,18 +162,15 @@ def _choices(name: str, overrides: Sequence[str]) -> Choices:
         key = override.get_key_element()
         choices[key] = [str(override.input_line)]
         if override.is_sweep_override():
-            if not override.is_discrete_sweep():
-                raise ConfigError(f"{override.input_line}: only a search has ranges; add hydra/sweeper=optuna")
             choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
     return choices
 
 
-def _checked(name: str, overrides: Sequence[str], label: str) -> Config:
+def _checked(overrides: Sequence[str], label: str) -> Config:
     """The configuration of a job. Raises ConfigError: it is mistaken, or needs processes that nobody starts."""
     try:
-        with composed(name, *overrides) as config:
+        with composed(TRAIN, *overrides) as config:
             cfg = resolve(merged(plain(config)))
-            check_cost(cfg)
             starts_several = config.hydra.launcher.get("tasks_per_node", 1) > 1
     except ERRORS as error:
         raise ConfigError(f"{label}: {explain(error)}".removeprefix(": ")) from None

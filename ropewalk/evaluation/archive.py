@@ -15,7 +15,7 @@ import numpy as np
 
 from conf.schema import Config, defaults_of
 from ropewalk.evaluation.statistics import Sample
-from ropewalk.files import read_bytes, write_out
+from ropewalk.files import read_bytes, write_bytes
 
 SUFFIX = ".jsonl.gz"
 # Places on one machine say nothing about a result.
@@ -61,7 +61,7 @@ def write(
         del row["path"]
         lines.append(json.dumps(row | {"config": config}) + "\n")
     # Without the time, so that equal results are equal files.
-    write_out(path, gzip.compress("".join(lines).encode(), mtime=0))
+    write_bytes(path, gzip.compress("".join(lines).encode(), mtime=0))
 
 
 def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:

@@ -26,7 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
 
-from ropewalk.files import printable, write_out
+from ropewalk.files import printable, write_bytes
 from ropewalk.report.frame import START
 from ropewalk.report.table import BEST_POSSIBLE, losses_of_text, over_seeds
 
@@ -190,7 +190,7 @@ def save(figure: Figure, path: str | Path) -> None:
 
     Raises ValueError: the ending is another.
     """
-    write_out(Path(path), written(figure, Path(path).suffix.removeprefix(".")))
+    write_bytes(Path(path), written(figure, Path(path).suffix.removeprefix(".")))
 
 
 def written(figure: Figure, kind: str) -> bytes:

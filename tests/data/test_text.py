@@ -15,7 +15,6 @@ from pyarrow import parquet
 
 from data import base as data
 from data.text import matching_files, read_files, stdlib_files
-from ropewalk.plugins import current_options
 
 
 def pieces_of(folder, content, document_bytes):
@@ -271,11 +270,3 @@ def test_every_option_stands_in_its_yaml_with_its_default(path):
 
     assert values.pop("name") == path.stem == (cls.task or cls.label)
     assert values == defaults
-
-
-def test_a_run_of_an_older_version_has_the_options_of_today():
-    older = {"_target_": "data.text.TextFiles", "name": "text", "files": "x", "lengths": None}
-
-    assert data.build_data(current_options(older)).bos == "auto"
-    with pytest.raises(ValueError, match=r"data\.lengths: there is no such key"):
-        data.build_data(current_options(older | {"lengths": {0: 1.0}}))

@@ -15,7 +15,7 @@ from ropewalk.app.explain import CONF_DIR, described
 from ropewalk.app.init_from import train_values
 
 UNSAID = {"_target_", "defaults", "experiment"}
-START_AT_ONCE = ("evaluate", "sample", "export", "judge", "enter", "demo", "report", "draw")
+START_AT_ONCE = ("evaluate", "sample", "export", "judge", "enter", "report", "draw")
 
 # A command line, and what the message names.
 CASES = [
@@ -24,13 +24,12 @@ CASES = [
     ("+trainer.max_stepz=3", "trainer.max_steps"),
     ("optim.lr=much trainer.max_steps=-1", "optim.lr='much'"),
     ("optim.lr=much trainer.max_steps=-1", "\ntrainer.max_steps=-1"),
-    ("optim.lrr=1 foo=1", "did you mean optim.lr?\nfoo: there is no such key"),
-    ("pe=yarm pe.scale=2 optim.lrr=1", "did you mean yarn?\noptim.lrr: there is no such key"),
+    ("pe=yarm pe.scale=2", "did you mean yarn?"),
     ("--optim.lr=0", "error: optim.lr=0: "),
     ("--batch_size 32", "'batch_size' is not KEY=VALUE"),
-    ("seed=0,1", "-m seed=0,1"),
-    ("-m seed=0,1 --cfg=job", "seed=0,1: several values"),
-    ("wandb=true", "logger=wandb"),
+    ("seed=0,1", "--multirun"),
+    ("-m seed=0,1 --cfg=job", "'seed=0,1'"),
+    ("wandb=true", "logger.wandb"),
     ("logger.project=x", "logger=wandb"),
     ("data=code data.files=x", "data=text"),
     ("pe=rope pe.scale=4", "pe=dynamic_ntk"),
@@ -38,8 +37,6 @@ CASES = [
     ("model.dim=128 model.n_head=3", "model.n_head=2"),
     # huge and infinite numbers
     ("eval.lengths=[1e30]", "eval.lengths"),
-    ("eval.lengths=[100000] data=markov train_len=512 eval.sequences=64", "operations"),
-    ("eval.lengths=[1e6] data=markov eval.sequences=640", "operations"),
     ("optim.lr=inf", "optim.lr=inf"),
     ("pe=yarn pe.scale=1e300", "pe.scale=1e+300"),
     ("model.n_layer=1000000000", "model.n_layer=1000000000"),
@@ -77,7 +74,6 @@ CASES = [
     ("trainer.context_parallel=2 trainer.positions=pose trainer.max_position=99", "trainer.positions=pose"),
     ("trainer.context_parallel=2 model.conv=4", "model.conv"),
     ("model.key_offset=true model.head_dim=7", "model.key_offset=true"),
-    ("trainer.devices=2 trainer.accelerator=auto", "trainer.accelerator=cpu"),
     ("stages=[{steps:2,train_len:12}]", "train_len=12"),
     ("stages=[{steps:4,train_len:8},{steps:2,train_len:8}]", "trainer.max_steps=6"),
     ("stages=[{steps:2,train_len:8,bse:5}]", "stages.0.bse"),
@@ -87,7 +83,7 @@ CASES = [
     ("~pe", "pe=NAME"),
     ("runs/rope-code", "KEY=VALUE"),
     ("pe=[rope,yarn]", "-m pe=rope,yarn"),
-    ("--config-name=evil", "evil"),
+    ("--config-name=evil", "config-name: there is no such key"),
     ("eval.lengths=" + 900 * "[" + 900 * "]", "recursion"),
     ("init_from=hf:", "init_from='hf:'"),
     ("init_from=runs/rope-train_len=32", "runs/rope-train_len=32/model.json is missing"),  # as a sweep names them

@@ -36,14 +36,6 @@ def test_a_checkpoint_of_an_extended_model_has_the_length_that_it_was_extended_t
     assert lengths == [32, 32]
 
 
-def test_a_run_that_is_dear_to_measure_again_can_be_opened(train, monkeypatch):
-    assert train(*OPTIONS, "name=x").code == 0
-    monkeypatch.setattr("ropewalk.app.resolve.MAX_OPERATIONS", 1.0)
-    assert train(*OPTIONS, "name=y").code == 2
-
-    ropewalk.load(train.runs / "x", step=4)
-
-
 def test_a_complete_run_is_measured_again_for_another_measure(train):
     assert train(*OPTIONS, "name=x").code == 0
     assert train(*OPTIONS, "name=x", "eval.by_position=true").code == 0

@@ -158,6 +158,19 @@ def test_a_run_from_before_an_option_is_resumed(make, run):
     assert read_config(run.path) == run.cfg.model_dump()
 
 
+def test_keys_that_are_gone_are_read_if_they_did_nothing(make, run):
+    edit_config(run, "trainer", checkpoint_parts=True)
+    edit_config(run, "logger", kind="wandb")
+    edit_config(run, "data", lengths=None)
+    edit_config(run, "model", parallel=False, gate="none")
+    make().check()
+    assert read_config(run.path) == run.cfg.model_dump()
+
+    edit_config(run, "data", lengths={0: 1.0})
+    with pytest.raises(ValueError, match=r"data\.lengths=.* is gone"):
+        read_config(run.path)
+
+
 def test_each_start_is_recorded(make, run, monkeypatch):
     arguments = ["train.py", "data.files=my corpus/*.txt", "name=${pe.name}"]
     monkeypatch.setattr("sys.argv", arguments)
