@@ -119,19 +119,3 @@ def test_every_token_is_in_one_piece_and_every_rank_has_as_much_work():
     assert sorted(itertools.chain(*parts)) == list(range(90))
     assert len({sum(part) for part in parts}) == 1  # token t sees t + 1 keys
     assert of_shorter == parts[0][:-5] + [IGNORE_INDEX] * 5
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"conv": 4},
-        {"key_offset": True},
-    ],
-)
-def test_what_needs_the_tokens_before_a_piece_is_refused(options):
-    net = build_gpt("rope", **options)
-    with pytest.raises(ValueError, match=r"model\.conv and model\.key_offset"):
-        net(
-            torch.arange(40)[None],
-            Shared(group(0, 2), recompute=False),
-        )
