@@ -44,7 +44,7 @@ class Reach(Measure):
             "sequences": cfg.eval.sequences,
             "texts": texts.texts_hash,
         }
-        return Plan("reach", settings, [Job(length, texts.n * length, partial(_run, texts, distances))])
+        return Plan("reach", settings, [Job(length, partial(_run, texts, distances))])
 
 
 def _run(texts: EvalSet, distances: Sequence[int], score: Scorer) -> list[Measured]:

@@ -53,7 +53,7 @@ class Ruler(Measure):
                 places = [i / (self.depths - 1) for i in range(self.depths)]
             for depth in places:
                 for length in lengths:
-                    jobs.append(Job(length, 2 * length * self.trials, partial(_run, texts, task, length, depth)))
+                    jobs.append(Job(length, partial(_run, texts, task, length, depth)))
         return Plan("ruler", settings, jobs)
 
 

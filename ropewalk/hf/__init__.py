@@ -9,6 +9,6 @@ No pickle is opened, no code of a folder runs, and no file is copied through a l
 """
 
 from ropewalk.hf.read import Pretrained, read_model
-from ropewalk.hf.write import export, obstacles
+from ropewalk.hf.write import export
 
-__all__ = ["Pretrained", "export", "obstacles", "read_model"]
+__all__ = ["Pretrained", "export", "read_model"]

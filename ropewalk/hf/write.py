@@ -96,38 +96,35 @@ def _write_marks(folder: Path, bos_token_id: int | None, eos_token_id: int | Non
         write_json(folder / name, read_json(folder / name) | marks)
 
 
-def obstacles(net: GPT) -> list[str]:
-    """What keeps transformers from computing what `net` computes: settings of the network, and its encodings."""
-    kind, settings = _nearest(net)
-    found = []
-    if settings:
-        name = ARCHITECTURES[kind].name
-        found.append(f"the nearest model of transformers, {name}, cannot have {' and '.join(settings)}")
-    for pe in net.distinct_encodings:
-        if type(pe) is not PositionEncoding and not isinstance(pe, Learned):
-            found += rope.more_than_frequencies(pe)
-    return list(dict.fromkeys(found))  # each once, however many layers have it
+def _kind_of(net: GPT) -> str:
+    """Return the model_type of an architecture that computes what `net` computes.
 
-
-def _nearest(net: GPT) -> tuple[str, list[str]]:
-    """The model_type of the architecture that lacks least of what `net` has, and the settings that it lacks."""
+    Raises:
+        ValueError: there is none; names all that the nearest one lacks.
+    """
     refused = {kind: arch.refused(net.cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
     # One that lacks the kind of positions is worse than one that lacks other settings.
     badness = {kind: (any(key.startswith("pe=") for key in lacking), len(lacking)) for kind, lacking in refused.items()}
     nearest = min(refused, key=badness.__getitem__)
-    return nearest, refused[nearest]
+    lacking = []
+    if refused[nearest]:
+        name = ARCHITECTURES[nearest].name
+        lacking.append(f"the nearest model of transformers, {name}, cannot have {' and '.join(refused[nearest])}")
+    for pe in net.distinct_encodings:
+        if type(pe) is not PositionEncoding and not isinstance(pe, Learned):
+            lacking += rope.more_than_frequencies(pe)
+    if lacking:
+        # Each once, however many layers have it.
+        raise ValueError(f"this cannot be exported: {'; '.join(dict.fromkeys(lacking))}")
+    return nearest
 
 
 def _model(net: GPT, encodings: Encodings, reach: int) -> Any:
     """Return the model of transformers that computes what `net`, trained to read `reach` tokens, does with `encodings`.
 
-    Raises:
-        ValueError: there is none; names all that it lacks.
+    Raises ValueError: there is none.
     """
-    lacking = obstacles(net)
-    if lacking:
-        raise ValueError(f"this cannot be exported: {'; '.join(lacking)}")
-    kind, _ = _nearest(net)
+    kind = _kind_of(net)
     config = _configuration(net, encodings, kind, reach)
     # Without memory of its own: the weights become its parameters.
     with torch.device("meta"):

@@ -15,7 +15,6 @@ class Job(NamedTuple):
     """A part of a measure."""
 
     length: int  # of its longest text
-    tokens: int  # that it reads
     run: Callable[[Scorer], list[Measured]]
 
 
@@ -25,11 +24,6 @@ class Plan(NamedTuple):
     kind: str
     eval: dict[str, Any]  # the settings that decide the texts, see `ropewalk.evaluation.results.Evaluation`
     jobs: list[Job]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that are read."""
-        return sum(job.tokens for job in self.jobs)
 
 
 class Measure(Section, ABC):

@@ -35,12 +35,6 @@ def nats_of_cut(score: Scorer, texts: EvalSet, groups: Tensor, n_groups: int, sh
     return total
 
 
-def tokens_read(texts: EvalSet, short: int) -> int:
-    """Return the tokens that are read to score texts once whole and once in `windows`."""
-    n_windows = len([*windows(texts.length, short)])
-    return texts.n * (texts.length + n_windows * short)
-
-
 def _only(texts: EvalSet, window: slice) -> EvalSet:
     """Return only the tokens of `window` of every text."""
 

@@ -36,7 +36,7 @@ def lengths(data: Data, cfg: Config) -> Plan:
     jobs = []
     for part in sets:
         optimum = cache(partial(_optimum, data, part))  # computed once for all variants
-        jobs.append(Job(part.length, part.n * part.length, partial(_score, data, part, optimum)))
+        jobs.append(Job(part.length, partial(_score, data, part, optimum)))
     return Plan("lengths", settings, jobs)
 
 
@@ -74,4 +74,4 @@ def by_position(data: Data, cfg: Config) -> Plan | None:
         return [sums.measured(length, i, texts=part, span=span) for i, span in enumerate(spans)]
 
     settings = {"length": length, "bins": BINS, "sequences": cfg.eval.sequences, "texts": part.texts_hash}
-    return Plan("by_position", settings, [Job(length, part.n * length, run)])
+    return Plan("by_position", settings, [Job(length, run)])

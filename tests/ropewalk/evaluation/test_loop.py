@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import build_gpt, pe_options
-from planted import Planted, Texts, results_of
+from planted import Texts
 
 from data.base import IGNORE_INDEX
 from ropewalk.evaluation import loop
@@ -133,11 +133,3 @@ def test_a_rehearsal_finds_what_would_fail():
     bad = Texts(DATA.tokens + IGNORE_INDEX)
     with pytest.raises(IndexError):
         loop.rehearse(build_gpt("rope"), bad, config(), hardware=CPU)
-
-
-@pytest.mark.parametrize("name", ["lengths", "by_position", "far_copies"])
-def test_a_plan_says_how_many_tokens_are_read(name):
-    net = Planted(lambda seen: np.full(50, 1 / 50))
-    (plan,) = loop.plans(DATA, config(), [name])
-    results_of(plan, net)
-    assert sum(net.read) == plan.tokens
