@@ -69,6 +69,7 @@ FOREIGN = {
     "num_epochs": "trainer.max_steps",
     "num_hidden_layers": "model.n_layer",
     "num_key_value_heads": "model.n_kv_head",
+    "num_nodes": "torchrun and srun, which start processes on several machines, say how many there are",
     "num_train_epochs": "trainer.max_steps",
     "optim.name": _ADAMW,
     "optim=str": _ADAMW,

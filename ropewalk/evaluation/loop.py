@@ -79,11 +79,9 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
 
     Raises ValueError: a measure that was asked for has no meaning for these data, or cannot be made.
     """
-    wanted = asked
-    if wanted is None:
-        wanted = [name for name in MEASURES if getattr(cfg.eval, name)]
+    chosen = [name for name in MEASURES if getattr(cfg.eval, name)]
     made = []
-    for measure in wanted:
+    for measure in chosen if asked is None else asked:
         name = measure if isinstance(measure, str) else type(measure).__name__
         make = MEASURES.get(measure) if isinstance(measure, str) else measure.plan
         if make is None:
