@@ -14,10 +14,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("scripts.judge")
 
-import json
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -36,7 +35,6 @@ CODES = {"better": 0, "not separated": 3, "worse": 4}
 class Arguments(Section):
     against: str | dict[str, Any]
     seeds: int = Field(ge=2, le=1000)
-    format: Literal["text", "json"]
     runs_dir: str
 
 
@@ -46,21 +44,19 @@ def main(composed: DictConfig) -> None:
     args = parse(Arguments, {key: values[key] for key in Arguments.model_fields})
     mine, against = configurations(args)
     seeds = [mine.seed + i for i in range(args.seeds)]
-    sides = [trials.runs_of(cfg, [{"seed": seed} for seed in seeds]) for cfg in (mine, against)]
-    runs = [*sides[0], *sides[1]]
-    for run in runs:
-        RunDir(run).check()
+    sides = [[trials.run_of(cfg, seed=seed) for seed in seeds] for cfg in (mine, against)]
     path, number = trials.begin(Path(args.runs_dir), *sides)
-    trials.train_all(runs)
-    of_mine, of_other = map(judge.read, sides)
-    longest = max(mine.lengths)
-    findings = judge.judge(of_mine, of_other, train_len=mine.train_len, longest=longest, number=number)
+    losses = trials.measured(sides)
+    of_mine, of_other = map(judge.read, losses)
+    findings = judge.judge(of_mine, of_other, train_len=mine.train_len, longest=max(mine.lengths), number=number)
     deciding, *_ = findings
-    unit = trials.losses(runs[0])[mine.train_len].unit
+    word = findings[deciding].word
+    unit = losses[0][0][mine.train_len].unit
     found = f"{mine.pe['name']} against {against.pe['name']}: {judge.sentence(findings)}; {unit}"
+    sentence = f"{found}; {args.seeds} seeds; try {number} of {args.runs_dir}: intervals for {number}"
     verdict = {
-        "sentence": f"{found}; {args.seeds} seeds; try {number} of {args.runs_dir}: intervals for {number}",
-        "verdict": findings[deciding].word,
+        "sentence": sentence,
+        "verdict": word,
         "decided_by": deciding,
         "unit": unit,
         "measures": {name: finding._asdict() for name, finding in findings.items()},
@@ -68,11 +64,11 @@ def main(composed: DictConfig) -> None:
         "encoding": mine.pe,
         "against": against.pe,
         "seeds": seeds,
-        "runs": [str(RunDir(run).path) for run in runs],
+        "runs": [str(RunDir(run).path) for side in sides for run in side],
     }
     write_json(path, verdict)
-    print(json.dumps(verdict) if args.format == "json" else verdict["sentence"])
-    sys.exit(CODES[findings[deciding].word])
+    print(sentence)
+    sys.exit(CODES[word])
 
 
 def configurations(args: Arguments) -> tuple[Config, Config]:

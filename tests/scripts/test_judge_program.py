@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import train as training
 from lab.board import trials
 from scripts import judge as program
 
@@ -13,8 +14,8 @@ CODES = {"better": 0, "not separated": 3, "worse": 4}
 @pytest.fixture
 def judge(train, script, monkeypatch):
     """`judge("pe=alibi", ...)` runs the command line on the small corpus and model of `train`."""
-    monkeypatch.setattr(trials, "processes", lambda: 1)
     monkeypatch.setattr("train.show_results", lambda run: 0.0)
+    monkeypatch.setattr(trials, "train_apart", training.train)  # in this process, which has imported it
     return lambda *arguments: script(program, *train.complete("seeds=2", "eval.lengths=[1,4]", *arguments))
 
 
@@ -37,8 +38,8 @@ def test_a_try_ends_with_one_line_and_a_file_and_repeated_it_is_the_same_try(jud
     assert sorted(verdict["runs"]) == runs_in(train.runs)
     assert said.code == CODES[verdict["verdict"]]
 
-    again = judge("pe=alibi", "format=json")
-    assert json.loads(again.out.splitlines()[-1]) == verdict
+    assert judge("pe=alibi").out.splitlines()[-1] == line
+    assert json.loads(file.read_text()) == verdict
 
 
 def test_a_reading_and_an_edited_encoding_are_other_tries(judge, train, monkeypatch):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from lab.board import page, rules
 from lab.board.rules import FEW, MANY, Measured, Row, Verdict, drawn_seeds, is_promising, row_of
@@ -154,6 +155,16 @@ def test_a_later_entry_does_not_come_before_a_record_whatever_its_name():
 
     assert [row.verdict.entry for row in again] == ["00", "01", "00-late"]
     assert rules.holder_of(again) == "01"
+
+
+def test_the_bound_at_1x_is_that_of_student_s_one_sided_interval():
+    excess = EXCESS + 0.01 * np.random.default_rng(0).standard_normal(FEW)
+    mine, rope = (Measured(gain=[], possible=[], excess=[list(values)] * 2) for values in (excess, [EXCESS] * MANY))
+    above, bound = rules.above_rope(mine, rope)
+
+    of_seeds = stats.ttest_1samp(excess - EXCESS, 0)
+    assert above == pytest.approx(np.mean(excess) - EXCESS)
+    assert bound == pytest.approx(of_seeds.confidence_interval(0.9).high)
 
 
 def blind_copier(length: int, seed: int, texts: int = 64) -> float:
