@@ -39,6 +39,7 @@ def main(args: Arguments) -> None:
         options = [*args.track, f"runs_dir={quoted(args.runs_dir)}"]
         verdict = board.judged(entry, args.commit or commit_of(folder), options)
         write_json(folder / "verdict.json", verdict.model_dump())
+    # Read once more: others may have been judged meanwhile.
     rows = rules.standings(board.verdicts(folder.parent))
     figure = Path(args.page).with_suffix(".svg")
     page.draw(rows, figure)

@@ -3,6 +3,7 @@
 python scripts/judge.py pe=mine                                  on data=markov, minutes on a CPU
 python scripts/judge.py pe=mine pe.horizon=32 experiment=compare     on source code
 python scripts/judge.py pe=yarn pe.scale=8 against=rerope seeds=5 data=text data.files='corpus/**/*.py'
+ROPEWALK_PLUGINS=board python scripts/judge.py entry=board/2026-11-30-mine     the encoding of an entry of the board
 
 The other keys are those of train.py and hold for both sides, but for pe.*. The same command resumes. The verdict lies
 in RUNS_DIR/verdicts/ as JSON. Each verdict of a folder is a try and makes the intervals of later ones wider: see
@@ -24,7 +25,7 @@ from pydantic import Field
 
 from conf.schema import Config, ConfigError, Section, parse
 from data.base import build_data
-from lab.board import judge, trials
+from lab.board import board, judge, trials
 from ropewalk.app.cli import encoding, plain, program, quoted
 from ropewalk.app.run_dir import RunDir
 from ropewalk.files import write_json
@@ -33,6 +34,7 @@ CODES = {"better": 0, "not separated": 3, "worse": 4}
 
 
 class Arguments(Section):
+    entry: str | None
     against: str | dict[str, Any]
     seeds: int = Field(ge=2, le=1000)
     runs_dir: str
@@ -81,7 +83,8 @@ def configurations(args: Arguments) -> tuple[Config, Config]:
     if not asked.keys() & {"data", "experiment", "init_from"}:
         asked["data"] = "data=markov"
     asked["runs_dir"] = f"runs_dir={quoted(args.runs_dir)}"
-    mine = trials.configuration(*asked.values())
+    chosen = {"pe": board.load(Path(args.entry)).pe} if args.entry else {}
+    mine = trials.configuration(*asked.values(), **chosen)
     # The options on the command line are those of `pe`; `against` has its own.
     shared = [override for key, override in asked.items() if key.partition(".")[0] != "pe"]
     against = trials.configuration(*shared, pe=encoding(args.against, "against"))

@@ -58,6 +58,7 @@ def load(folder: Path) -> Entry:
     values = read_yaml(folder / "pe.yaml")
     if not isinstance(values, dict):
         raise ConfigError(f"{where}it has no options")
+    # What is left are the options of the encoding.
     own = {key: values.pop(key) for key in values.keys() & {"lr", "help"}}
     code = folder / "encoding.py"
     source = (folder / "pe.yaml").read_bytes() + (code.read_bytes() if code.is_file() else b"")
@@ -78,6 +79,7 @@ def judged(entry: Entry, commit: str, options: Sequence[str]) -> Verdict:
         options: of train.py that hold for every entry, as trainer.accelerator=cpu.
     """
     board = entry.folder.parent
+    # An entry that is judged again is not compared with itself.
     others = [verdict for verdict in verdicts(board) if verdict.entry != entry.folder.name]
     holder = rules.holder_of(rules.standings(others))
     entries = [entry, load(board / holder)] if holder else [entry]
@@ -152,7 +154,8 @@ def size_and_cost(cfg: Config) -> tuple[float, float]:
         net(x, targets=y).backward()
         return time.process_time() - started
 
-    torch.set_num_threads(1)  # as the entries are trained
+    # As the entries are trained.
+    torch.set_num_threads(1)
     seconds, of_rope = map(min, interleave(lambda: step(mine), lambda: step(rope), STEPS))
     parameters = n_parameters(mine)["total"] / n_parameters(rope)["total"]
     return round(parameters, 4), round(seconds / of_rope, 2)

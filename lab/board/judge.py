@@ -62,6 +62,7 @@ def judge(mine: Samples, against: Samples, *, train_len: int, longest: int, numb
     level = FIRST_LEVEL / number**2
     findings: dict[str, Finding] = {}
     for name, advantage in advantages.items():
+        # Most of the level is that of the first measure, which decides.
         own_level = level * ((1 - DECIDING) / (len(advantages) - 1) if findings else DECIDING)
         e = at_level(advantage, own_level)
         word = "not separated" if not e.separated else "better" if e.value > 0 else "worse"

@@ -68,6 +68,7 @@ def line(row: Row) -> str:
 def markdown(rows: Sequence[Row], figure: str) -> str:
     """The page of the lines of a board, which are in the order in which they were judged."""
     table = []
+    # Who broke a rule comes last, whatever it scored.
     for row in sorted(rows, key=lambda row: (bool(row.broken), -row.score.value)):
         entry = row.verdict.entry
         mark = "~~" if row.broken else "**" if entry == holder_of(rows) else ""

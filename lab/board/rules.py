@@ -75,6 +75,7 @@ class Row(NamedTuple):
     @property
     def is_record(self) -> bool:
         """True also for the first entry, which has nobody to beat."""
+        # The p-value has two sides.
         better = self.ahead is None or (self.ahead.value > 0 and self.p < LEVEL)
         return better and not self.broken and not self.short_of
 
@@ -87,6 +88,7 @@ class Row(NamedTuple):
 def drawn_seeds(commit: str) -> list[int]:
     """The seeds of an entry, drawn from the commit that it is judged at."""
     digest = hashlib.shake_256(f"board {commit}".encode()).digest(4 * MANY)
+    # As many bits as every generator takes.
     return [int(seed) for seed in np.frombuffer(digest, dtype="<u4") >> 1]
 
 
@@ -106,6 +108,7 @@ def row_of(verdict: Verdict, earlier: Sequence[Row]) -> Row:
     ahead, p = None, 1.0
     if verdict.measured_of_holder:
         ahead = ahead_of(verdict.measured, verdict.measured_of_holder)
+        # Whatever was tested before may have named a record by chance.
         p, *_ = holm([p_value(ahead), *(p_value(row.ahead) for row in earlier if row.ahead)])
     above, bound = above_rope(verdict.measured, earlier[0].verdict.measured if earlier else verdict.measured)
     holder = holder_of(earlier)
@@ -140,7 +143,10 @@ def of_entries(verdict: Verdict) -> Rules:
         (verdict.cost <= COST, f"a step takes {verdict.cost:.1f} times RoPE's, at most {COST:g}"),
         (verdict.lr in RATES, f"learning rate {verdict.lr:g}: choose one of {IN_WORDS}"),
         (verdict.seeds in (drawn[:FEW], drawn), f"its seeds are not those of commit {verdict.commit[:8]}"),
-    ]
+        # Nobody is better who does not see the future, as by a mean over the whole text.
+        (float(np.mean(verdict.measured.excess)) >= 0,
+         "at 1x it is better than the best possible predictor: it reads what it is to predict"),
+    ]  # fmt: skip
 
 
 def unmet(rules: Rules) -> list[str]:

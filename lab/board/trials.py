@@ -69,6 +69,7 @@ def measured(sides: Sequence[Sequence[Config]]) -> list[list[Losses]]:
     A line is printed when one ends; what a run itself prints goes to RUNS_DIR/logs. The first failure ends all, as
     Ctrl-C does; the same call resumes.
     """
+    # Two sides may share runs, as an entry that has the holder's encoding.
     distinct = {str(cfg.name): cfg for cfg in itertools.chain(*sides)}
     waiting = [cfg for cfg in distinct.values() if not (RunDir(cfg).complete and is_measured(RunDir(cfg).path, cfg))]
     at_once = min(processes(), len(waiting))
@@ -118,7 +119,8 @@ def losses(run: Config) -> Losses:
     the encoding is not defined for is left out.
     """
     final = [e for e in load_all(RunDir(run).path) if (e.step, e.variant.pe) == (run.trainer.max_steps, run.pe)]
-    final.sort(key=lambda e: e.variant.scale)  # of several rows of a length the last one stays
+    # Of several rows of a length the last one stays: that at the largest scale.
+    final.sort(key=lambda e: e.variant.scale)
     as_trained = [e for e in final if not e.variant.zero_shot]
     short, long = (main_rows(read, "lengths", length_settings(run)) for read in (as_trained, final))
     rows = {length: row for (_, length), row in long.items() if length == max(run.lengths)}

@@ -23,7 +23,7 @@ def runs_in(folder):
     return sorted(str(path.parent) for path in folder.glob("*/training.json"))
 
 
-def test_a_try_ends_with_one_line_and_a_file_and_repeated_it_is_the_same_try(judge, train):
+def test_a_try_ends_with_one_line_and_a_file_and_repeated_it_is_the_same_try(judge, train, tmp_path):
     said = judge("pe=alibi")
     line = said.out.splitlines()[-1]
 
@@ -38,7 +38,13 @@ def test_a_try_ends_with_one_line_and_a_file_and_repeated_it_is_the_same_try(jud
     assert sorted(verdict["runs"]) == runs_in(train.runs)
     assert said.code == CODES[verdict["verdict"]]
 
-    assert judge("pe=alibi").out.splitlines()[-1] == line
+    # As an entry of the board it is the same try, too.
+    entry = tmp_path / "2026-01-01-alibi"
+    entry.mkdir()
+    (entry / "pe.yaml").write_text("pe: alibi\n")
+    (entry / "README.md").write_text("Slopes.\n")
+    for again in ("pe=alibi", f"entry={entry}"):
+        assert judge(again).out.splitlines()[-1] == line
     assert json.loads(file.read_text()) == verdict
 
 

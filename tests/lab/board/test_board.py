@@ -1,6 +1,7 @@
 """An entry of the board, from its folder to its line."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -32,9 +33,11 @@ FILES = {
 
 
 def git(folder: Path, *arguments: str) -> str:
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    done = subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True)
-    return done.stdout.strip()
+    """What git says, with a commit that depends on no clock, for seeds are drawn from it."""
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    when = dict.fromkeys(["GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"], "2026-01-01T00:00:00Z")
+    command = ["git", *who, *arguments]
+    return subprocess.run(command, cwd=folder, env=os.environ | when, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.fixture
@@ -84,7 +87,7 @@ def test_entries_become_lines_verdicts_and_a_page(entries, enter, tmp_path):
 
     rope, mine, yarn = (json.loads((entries / name / "verdict.json").read_text()) for name in names)
 
-    assert mine["commit"] == git(entries, "rev-parse", "HEAD")
+    assert mine["commit"] == git(entries, "rev-parse", "HEAD").strip()
     assert mine["seeds"] == rope["seeds"] == rules.drawn_seeds(mine["commit"])[:2]
     assert mine["measured_of_holder"] == rope["measured"]
     assert mine["parameters"] == 1.0
@@ -93,10 +96,11 @@ def test_entries_become_lines_verdicts_and_a_page(entries, enter, tmp_path):
     assert yarn["measured"]["gain"] != rope["measured"]["gain"]
 
     configured = board.configured(board.load(entries / names[0]), [*TRACK, f"runs_dir={tmp_path / 'runs'}"])
-    run, *_ = board.runs_of(configured, rope["seeds"])
-    bits = bits_by_length(run)
+    runs = board.runs_of(configured, rope["seeds"])
+    bits = bits_by_length(runs[0])
 
     assert rope["measured"]["gain"][0][0] == pytest.approx(bits[16] - bits[128], abs=1e-6)
+    assert [run.data["texts"] for run in runs] == 2 * rope["seeds"]
     assert len([*(tmp_path / "runs").glob("*/training.json")]) == 3 * 2 * 2
 
     # Again: nothing is trained, and the page is the same.

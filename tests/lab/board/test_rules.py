@@ -118,6 +118,7 @@ def entered(**options) -> Row:
         ({"cost": 2.4}, "a step takes 2.4 times RoPE's"),
         ({"lr": 0.005}, "learning rate 0.005: choose one of 0.00075, 0.0015"),
         ({"seeds": [0, 1, 2, 3, 4]}, "its seeds are not those of commit"),
+        ({"above": -EXCESS - 0.03}, "at 1x it is better than the best possible predictor"),
     ],
 )
 def test_who_cheats_is_struck_through_with_the_reason(options, reason):
