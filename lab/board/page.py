@@ -17,22 +17,21 @@ HEAD = """\
 Each encoding is trained in the same small network on texts of 64 tokens, with a Markov chain each, and then reads texts
 of 512. Its *score* is what it gains there over the text cut to 64 tokens, in percent of what is possible, over chains
 that stay the same and chains that change: the best possible predictor has 100, and whoever cuts the text has 0.
-*Ahead* is the difference to the holder of the record, which was trained beside it with the same seeds, and *p* is
-corrected for all entries so far. *1x* is the loss at 64 tokens above RoPE's, in bits. *Step* is the time of a training
-step and *parameters* their number, both as multiples of RoPE's. An entry that breaks a rule stays, struck through.
+*Ahead* is the difference to the holder of the record, which was trained beside it with the same seeds. *1x* is the loss
+at 64 tokens above RoPE's, in bits; *step* the time of a training step and *parameters* their number, as multiples of
+RoPE's. An entry that breaks a rule stays, struck through.
 """
 ENTER = f"""\
 ## Enter
 
 1. Copy `board/2026-11-25-rope` to `board/DATE-NAME`; write `encoding.py` and `pe.yaml` ([how](../program.md)).
 2. Say in ten lines of README.md what the idea is, where it comes from, and what was tried and failed.
-3. Commit, then `make board PE=board/DATE-NAME`: 20 trainings of about a minute, one on each core; 60 more for a record.
+3. Commit, then `make board PE=board/DATE-NAME`: 20 trainings of about a minute, one on each core; 60 more if promising.
 4. Open a pull request: it is judged again, with seeds and texts drawn from its merge commit, and that verdict counts.
 5. Allowed are 2 % more parameters than RoPE's, twice its time of a step, and a learning rate of {IN_WORDS}.
 
 A record is ahead of its holder with p < 0.01, paired by seed, after Holm's correction for all entries so far. At 1x it
-is surely no more than 0.02 bits above RoPE, and it has no `help` from the network, such as a convolution. Five seeds
-make a line; if they are promising, fifteen more decide.
+is surely no more than 0.02 bits above RoPE, and it has no `help` from the network, such as a convolution.
 
 In 300 simulated boards a gain of 5 points after 28 equal entries is a record in 98 % where the difference of two scores
 has a standard deviation of 3 from seed to seed, as between FoX and ALiBi. Where it is 8.6, as between KERPLE and these,
