@@ -137,7 +137,7 @@ def test_the_same_entry_without_the_cheat_is_a_record():
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"above": 0.03}, "at 1x"), ({"help": {"conv": 4}}, "help"), ({"holder": "x"}, "again")],
+    [({"above": 0.0195}, "at 1x"), ({"help": {"conv": 4}}, "help"), ({"holder": "x"}, "again")],
 )
 def test_what_cannot_be_a_record_says_why(options, reason):
     row = entered(**options)
