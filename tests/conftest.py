@@ -56,6 +56,15 @@ def pe_options(name: str, **options) -> dict:
     return merged
 
 
+def data_options(name: str) -> dict:
+    """The options in conf/data/`name`.yaml, over those that it inherits."""
+    values = OmegaConf.to_container(read_yaml(ROOT / "conf" / "data" / f"{name}.yaml"))
+    for parent in values.pop("defaults", []):
+        if parent != "_self_":
+            values = data_options(parent) | values
+    return values
+
+
 def build_pe(name: str, *, dim=64, n_head=4, n_kv_head=None, head_dim=16, train_len=32, **options):
     """The encoding `name` for a small network, with random parameters instead of their initial values."""
     shape = position.Shape(dim, n_head, n_kv_head or n_head, head_dim, train_len, n_layer=1)

@@ -3,31 +3,18 @@
 import itertools
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, data_options
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from solvers import check
 
 from data import base as data
 from data.base import IGNORE_INDEX
 
-CONF = Path(__file__).resolve().parents[3] / "conf" / "data"
-
-
-def options_of(name):
-    """The options of a YAML, over those that it inherits."""
-    values = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
-    for parent in values.pop("defaults", []):
-        if parent != "_self_":
-            values = options_of(parent) | values
-    return values
-
-
-YAMLS = {path.stem: options_of(path.stem) for path in CONF.glob("*.yaml")}
+YAMLS = {path.stem: data_options(path.stem) for path in (ROOT / "conf" / "data").glob("*.yaml")}
 TASKS = sorted(YAMLS.keys() - {"code", "text", "hf", "markov"})
 ALL = [*TASKS, "markov"]
 LENGTH = 64
