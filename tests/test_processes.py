@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, rows_of
 from differences import differences, results
-from process_helpers import SRUN, STEP, On, kill, together
+from process_helpers import STEP, On, kill, together
 from safetensors.torch import load_file
 
 from ropewalk.training import distributed
@@ -40,11 +40,11 @@ OF_SEVERAL = ("trainer=fsdp", "trainer.replicas=2", "trainer.context_parallel=2"
 def job(train, tmp_path):
     """`job([action or None for each process], *options)`: their exit codes, and what each said."""
 
-    def run(actions, *options, **starter):
+    def run(actions, *options):
         if not any(option.startswith("trainer=") for option in options):
             options = ("trainer=ddp", *options)
         folder = tmp_path / "said"
-        codes = together(train.complete(*options), folder, *actions, **starter)
+        codes = together(train.complete(*options), folder, *actions)
         said = [(folder / str(rank)).read_text() for rank in range(len(actions))]
         return codes, said
 
@@ -106,12 +106,6 @@ def test_replicas_of_two_ranks_each(train, job, straight):
     codes, said = job([None] * 4, "trainer=fsdp", *options, "trainer.replicas=2", "name=replicas")
     assert codes == [0] * 4, said
     assert_same_numbers(straight(*options), train.runs / "replicas")
-
-
-def test_processes_that_slurm_starts_are_the_same_run(train, job, pair):
-    codes, said = job([None, None], *TEXT, "name=slurm", starter=SRUN)
-    assert codes == [0, 0], said
-    assert differences(train.runs / "slurm", pair(*TEXT)) == []
 
 
 def small_batches() -> None:
@@ -240,22 +234,6 @@ def test_a_run_that_lightning_started_goes_on_by_torchrun(train, job):
 
     assert [row["step"] for row in rows_of(run)] == [1, 100, 200, 300]
     assert len((run / "csv" / "metrics.csv").read_text().splitlines()) == 6  # a heading, 4 rows, and the evaluation
-
-
-def test_what_torchrun_started_must_be_what_is_asked_for(train, monkeypatch):
-    for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": 2, "WORLD_SIZE": 4, "RANK": 0}.items():
-        monkeypatch.setenv(name, str(value))
-    remedy = "torchrun started 4 processes, 2 on this machine: trainer=ddp trainer.num_nodes=2 takes them all"
-    assert remedy in train("pe=rope").err
-    assert "trainer.num_nodes=2 takes them all" in train("pe=rope", "trainer=ddp").err
-
-
-def test_a_rank_left_in_the_environment_is_not_believed(train, monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
-        monkeypatch.setenv(name, "1")
-    outcome = train("pe=rope", "trainer.max_steps=1")
-    assert outcome.code == 0
-    assert "to look at" in outcome.out  # it is the first, which speaks
 
 
 @pytest.mark.slow

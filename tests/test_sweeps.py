@@ -1,21 +1,15 @@
 """A sweep: its jobs are the runs one by one, mistakes end it before any work, failures are named and skipped."""
 
-import os
 import signal
-import sys
-import time
 from functools import partial
 
 import pytest
 from conftest import rows_of
 from process_helpers import On, power_cut
 
-import train as program
 from ropewalk.app.run_dir import read_config
 from ropewalk.app.sweep import plan
 from ropewalk.evaluation.results import load_all
-from ropewalk.training.distributed import die_with_parent
-from scripts import evaluate
 
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
 ROW = "ropewalk.app.run_dir:append"  # called five times in a run: call 8 is for step 3 of the second
@@ -91,20 +85,6 @@ def test_a_mistake_in_one_job_ends_the_sweep_before_any_work(train, line, messag
     assert not train.runs.exists()
 
 
-def test_a_sweep_of_nothing_is_refused(script):
-    """Else it would be the default training."""
-    outcome = script(program, "-m")
-    assert outcome.code == 2
-    assert "say of what" in outcome.err
-
-
-def test_a_sweep_on_several_machines_is_refused(train, monkeypatch):
-    """Where torchrun has started one process on each, every one of them would run all jobs."""
-    for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": 2, "RANK": 0}.items():
-        monkeypatch.setenv(name, str(value))
-    assert "a job of a sweep is one process" in train("seed=0,1", "-m").err
-
-
 def test_what_varies_tells_runs_apart(train):
     """What a name says already, as the encoding, the data and the seed in the default one, is not repeated."""
     options = ["pe=rope", "trainer.max_steps=0,1", "seed=0,1", *SHORT]
@@ -123,15 +103,6 @@ def test_an_experiment_may_say_what_is_swept():
     assert len({str(cfg.model_dump(exclude=compared)) for cfg in jobs}) == 1
 
 
-def test_runs_to_evaluate_must_be_there_before_the_first_is(script, straight):
-    run = straight("pe=rope")
-    before = runs_in(run / "evals")
-    outcome = script(evaluate, "-m", f"run={run},{run}-none", "measures=[by_position]")
-    assert outcome.code == 2
-    assert f"{run}-none is not a run directory" in outcome.err
-    assert runs_in(run / "evals") == before
-
-
 @pytest.mark.slow
 def test_jobs_in_parallel(train):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
@@ -142,25 +113,3 @@ def test_jobs_in_parallel(train):
     assert "[2/2] rope-1e+38: failed: " in outcome.err
     assert "step 6/6" not in outcome.out  # two would print at once
     assert "step 6/6" in (train.runs / ".sweep" / "1.log").read_text()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot tell a process of its parent's end")
-@pytest.mark.parametrize("late", [False, True])
-def test_a_job_ends_with_the_sweep_that_started_it(late):
-    """However, and whenever, the sweep ends: joblib's workers would go on to the end of their jobs."""
-    reader, writer = os.pipe()
-    sweep = os.fork()
-    if not sweep:
-        sweep = os.getpid()
-        if not os.fork():  # a worker
-            os.write(writer, b"x")
-            while late and os.getppid() == sweep:
-                time.sleep(0.01)
-            die_with_parent(sweep)
-        time.sleep(600)
-    assert os.read(reader, 1) == b"x"
-
-    os.close(writer)
-    os.kill(sweep, signal.SIGKILL)
-    os.waitpid(sweep, 0)
-    assert os.read(reader, 1) == b""  # the last that could write to it is gone

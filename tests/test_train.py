@@ -124,17 +124,6 @@ def test_layers_of_a_kind_are_compiled_once(train, compile_with, graphs, options
     assert counter.frame_count == graphs
 
 
-def test_a_compiler_that_fails_is_explained(train, compile_with):
-    def broken(graph, inputs):
-        raise RuntimeError("no C++ compiler")
-
-    compile_with(broken)
-    outcome = train("pe=rope", "trainer.compile=true")
-    assert outcome.code == 2
-    assert "no C++ compiler" in outcome.err
-    assert "trainer.compile=false" in outcome.err
-
-
 def test_a_stage_is_the_beginning_of_a_run_of_its_length(train):
     """Bit for bit: of one with as many tokens in a step. Then its length and encoding are others."""
     stage = "stages=[{steps: 3, train_len: 8, pe: {base: 500}}]"
