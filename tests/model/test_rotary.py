@@ -308,18 +308,6 @@ def test_at_base_auto_the_slowest_pair_turns_once_in_the_trained_length(head_dim
     assert base is None or pe.base == pytest.approx(base, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "length"),
-    [
-        (2, 64),
-        (16, 4),
-    ],
-)
-def test_base_auto_is_the_usual_base_where_no_pair_can_turn_once(head_dim, length):
-    """A single pair turns at every token, whatever the base; and 4 tokens are less than a turn of the fastest pair."""
-    assert build_pe("rope", head_dim=head_dim, train_len=length, base="auto").base == pytest.approx(10_000.0)
-
-
 def test_what_is_chosen_by_length_is_recorded():
     """So that weights that go on at another length keep their base, their pairs and the share of their window."""
     rope = build_pe("rope", train_len=128, base="auto", window=0.25)

@@ -178,18 +178,6 @@ def test_xpos_is_finite_up_to_its_limit_and_an_error_beyond():
         make_context(pe, last + 1, 1, pe.max_len + 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"train_len": 100_000}, "100000 tokens"),
-        ({"values": True}, "xPos has another factor"),
-    ],
-)
-def test_what_xpos_cannot_do_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        build_pe("xpos", **options)
-
-
 @pytest.mark.parametrize("remainder", [True, False])
 def test_stick_breaking_gives_each_key_its_share_of_what_is_left(remainder):
     """arXiv 2410.17980."""
