@@ -63,7 +63,9 @@ def test_links_lead_somewhere(page):
         if file.startswith(("http:", "https:")):
             continue
         place = (page.parent / file).resolve() if file else page
+
         assert place.exists(), f"{page.name}: {file}"
+
         if anchor:
             assert anchor in anchors(place), f"{page.name}: {file}#{anchor}"
 
@@ -135,7 +137,9 @@ def test_commands_are_valid(command):
         return
     words = COMMANDS[command]
     files = [place for place, word in enumerate(words) if word.endswith(".py")]
+
     assert files, f"{command} is neither checked nor listed"
+
     program, *arguments = words[files[0] :]  # after python, or a launcher and its options
     overrides = []
     for argument in arguments:
@@ -175,4 +179,5 @@ def test_the_notebook_runs(monkeypatch):
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
+
     assert list(names["table"].index) == ["best possible", "kerple", "rope"]

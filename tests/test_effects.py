@@ -29,10 +29,13 @@ def test_an_effect_is_a_weighted_sum_over_the_seeds_that_all_lines_have():
     e = effects.effect(measured, 64, weights)
     by_seed = np.array([3.0 - 4.0 + 1.0, 3.2 - 5.2 + 1.0, 3.1 - 4.6 + 1.1])
     expected = stats.ttest_1samp(by_seed, 0)
+
     assert (e.seeds, e.value) == (3, pytest.approx(by_seed.mean()))
     assert e.half == pytest.approx(np.ptp(expected.confidence_interval(0.95)) / 2)
     assert effects.p_value(e) == pytest.approx(expected.pvalue)
+
     *_, row = effects.rows(measured, {"effect": (1, weights), "smaller": (1, {"a": 1, "c": -1})})
+
     assert row.startswith("| smaller | 1x | 3 | +2.067 ± ")
 
 

@@ -63,6 +63,7 @@ def refused(train):
 def test_two_extensions_keep_the_first_length(straight, extend):
     base = straight("pe=rope", "pe.base=500", "model.n_layer=2")
     first, said = extend(base, "pe=yarn", "pe.scale=2", "train_len=32", "eval.lengths=[0.5,1]")
+
     assert "scale 2" in said.split("original length 16")[0]  # beyond original_len the scale is at work
 
     second, _ = extend(first, "pe=yarn", "pe.scale=4", "train_len=64", "eval.lengths=[0.5,1]", name="second")
@@ -71,6 +72,7 @@ def test_two_extensions_keep_the_first_length(straight, extend):
         assert (config["pe"]["base"], config["pe"]["original_len"]) == (500, 16)
         assert config["model"]["n_layer"] == 2
     scales = {e.variant.scale for e in load_all(second) if e.step}
+
     assert scales == {4.0}
 
 
@@ -89,6 +91,7 @@ def test_a_run_measures_the_model_it_starts_from_once(straight, train, monkeypat
     assert train(*yarn, "eval.variants=[rope]", "trainer.max_steps=0", "name=none").code == 0
 
     none = train.runs / "none"
+
     assert read_json(none / "model.json")["original_len"] == 16  # without a step it stays
 
     child = train.runs / "child"
@@ -96,6 +99,7 @@ def test_a_run_measures_the_model_it_starts_from_once(straight, train, monkeypat
         On("train:Training.fit", 1, partial(sys.exit, 9))(patch.setattr)
         assert train(*yarn, "name=child").code == 9
     before = load_all(child)
+
     assert losses(child, step=0) == losses(none, step=0)
 
     for e in before:
@@ -103,6 +107,7 @@ def test_a_run_measures_the_model_it_starts_from_once(straight, train, monkeypat
         assert [m.length for m in e.measured] == [16, 32, 64]  # the model's own training length first
 
     resumed = train(*yarn, "name=child")
+
     assert resumed.out.count("measuring lengths") == 1, resumed.err  # after the last step
     assert [e for e in load_all(child) if not e.step] == before
 
@@ -115,10 +120,12 @@ def test_positions_without_parameters_can_be_dropped(straight, extend, refused):
     base = straight(*HYBRID, "pe.global.pe=rope")
     child, _ = extend(base, *HYBRID, "pe.local.window=4")
     parts = read_config(child)["pe"]
+
     assert (parts["local"]["name"], parts["global"]["name"]) == ("rope", "nope")
     assert_same_weights(child, base)
 
     with_parameters = straight(*HYBRID, "pe.global.pe=fox")
+
     assert "cannot read weights trained with hybrid" in refused(with_parameters, *HYBRID, "pe.local.window=4")
 
 
@@ -153,15 +160,18 @@ def test_a_pattern_is_extended_part_by_part(train, straight):
     base = straight(*parts, "model.n_layer=4")
     longer = ["train_len=32", "eval.lengths=[0.5,1]", "pe=hybrid", "pe.global.pe=yarn", "+pe.global.scale=2.0"]
     pe = train_values(*train.complete(f"init_from={base}", *longer))["pe"]
+
     assert pe["local"] == read_config(base)["pe"]["local"]
 
     inherited = {"base": 500.0, "scale": 2.0, "original_len": 16}
+
     assert pe["global"] == pe["global"] | inherited
 
 
 def test_init_partial_names_the_weights_that_are_new(straight, extend):
     base = straight("pe=rope")
     child, said = extend(base, "init_partial=true", "pe=cope", "model.n_layer=2")
+
     assert "initialised at random: blocks.0.position.table, blocks.1.attn.out.weight, " in said
     assert_same_weights(child, base)
 
@@ -172,10 +182,12 @@ COPE = ("pe=cope", "pe.npos_max=20")
 def test_an_extension_begins_where_the_base_model_ended(straight, extend):
     base = straight(*COPE)
     child, _ = extend(base)
+
     assert read_config(child)["pe"]["npos_max"] == 20  # inherited with the encoding
     assert_same_weights(child, base)
 
     loss = rows_of(base)[-1]["val/loss"]
+
     assert rows_of(child)[-1]["val/loss"] == pytest.approx(loss, rel=1e-6)
 
 
@@ -196,6 +208,7 @@ def test_a_run_carries_the_vocabulary_trained_for_it(train, extend, tmp_path):
 
     base = train.runs / "base"
     ids = ropewalk.load(base).encode("knots in a rope").tolist()
+
     assert len(ids) < 10
 
     for i, path in enumerate(sorted(train.corpus.iterdir())):
@@ -233,12 +246,14 @@ def test_a_model_of_transformers_is_read_as_it_is(train, script, monkeypatch, tm
     assert outcome.code == 0, outcome.err
 
     evaluations = load_all(tmp_path / "runs" / "llama-rope-16")
+
     assert {(e.variant.label, e.step) for e in evaluations} == {("rope", 0), ("ntk at scale 2", 0)}
 
     model = ropewalk.load(folder, cache_dir=str(tmp_path))
     idx = torch.tensor([[*b"a rope walk"]])
     with torch.no_grad():
         expected = theirs(idx).logits[0]
+
     torch.testing.assert_close(model.logits("a rope walk"), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -249,15 +264,19 @@ def test_beginning_with_a_model_of_transformers(extend, tmp_path):
     """
     theirs, folder = small_llama(tmp_path / "llama", vocab_size=258)
     child, said = extend(folder, "pe=yarn", "pe.scale=2", "train_len=32")
+
     assert "experiment=extend" in said
     assert train_values(f"init_from={folder}")["optim"]["lr"] == 3e-4  # not the one of a training from scratch
 
     pe = read_config(child)["pe"]
+
     assert (pe["base"], pe["original_len"]) == (700.0, 16)
 
     expected = theirs.model.embed_tokens.weight.detach()
+
     torch.testing.assert_close(weights(child)["embedding.weight"], expected, rtol=0, atol=1e-9)
 
     (tmp_path / "llama" / "tokenizer.json").unlink()
     ids = ropewalk.load(child, cache_dir=str(tmp_path)).encode("a rope")
+
     assert ids.tolist() == [*b"a rope"]

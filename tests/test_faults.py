@@ -38,6 +38,7 @@ def test_a_step_that_explodes(train, run, rate, every, message, saved):
     unbounded = "optim.warmup_steps=0", "optim.grad_clip=null"
     outcome = train("pe=rope", f"optim.lr={rate}", *unbounded, *all_every(every))
     assert outcome.code == 2
+
     assert message in outcome.err
     assert steps_in(run / "checkpoints") == saved
 
@@ -48,6 +49,7 @@ def test_an_infinite_loss_whose_gradient_is_finite(train, run, monkeypatch):
     monkeypatch.setattr(GPT, "forward", lambda *args, **options: forward(*args, **options) + next(extra, 0.0))
     outcome = train("pe=rope")
     assert outcome.code == 2
+
     assert "in step 3" in outcome.err
     assert steps_in(run / "checkpoints") == [2]
 
@@ -68,10 +70,12 @@ def test_a_full_disk(train, run, straight, monkeypatch, fill_disk):
         outcome = train("pe=rope")
     fill_disk(resource.RLIM_INFINITY)
     assert outcome.code == 2
+
     assert f"cannot write {run}/checkpoints/step=4.ckpt: File too large" in outcome.err
     assert os.listdir(run / "checkpoints") == ["step=2.ckpt"]
 
     assert train("pe=rope").code == 0
+
     assert differences(run, expected) == []
 
 
@@ -81,8 +85,10 @@ def test_changed_and_deleted_data_are_refused(train, run):
     before = snapshot(run)
     for path in train.corpus.iterdir():
         path.write_text(path.read_text() + "loose ends")
+
     assert "train_sha256" in train("pe=rope").err
 
     shutil.rmtree(train.corpus)
+
     assert "matches no file" in train("pe=rope").err
     assert snapshot(run) == before

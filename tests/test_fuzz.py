@@ -182,6 +182,7 @@ def test_what_a_command_needs_is_missed(commands, undamaged, train, damage):
         outcome = commands[command]()
 
         assert outcome.code == 2, (command, name)
+
         assert "error:" in outcome.err
         assert snapshot(run) == before, (command, name)
 
@@ -208,9 +209,11 @@ def test_mutations(commands, undamaged, train, tmp_path, rng):
     outcome = commands[command]()  # an exception would be a traceback
 
     assert outcome.code in (0, 2)
+
     assert "Traceback" not in outcome.out + outcome.err
     assert (outcome.code == 2) == ("error:" in outcome.err)
     assert snapshot(outside) == before
+
     if command == "report":  # on the other run, whatever this one holds
         assert outcome.code == 0
         assert "beside" in (tmp_path / "page").read_text()
@@ -237,6 +240,7 @@ def test_archives(rows, script, tmp_path, rng):
     folders = f"folders=[{tmp_path / 'runs'},{theirs}]"
     outcome = script(report, folders, f"format={kind}", f"out={tmp_path / 'page'}")
     assert outcome.code == 0
+
     assert "Traceback" not in outcome.err
     assert "rope" in (tmp_path / "page").read_text()
 
@@ -334,10 +338,14 @@ def test_any_option_of_any_value_is_an_error_or_a_run(quick, tmp_path, monkeypat
 
     said = outcome.out + outcome.err
     assert outcome.code in (0, 2)
+
     assert "Traceback" not in said
     assert "\x1b" not in said
     assert (outcome.code == 2) == ("error: " in outcome.err)
+
     files = {path.name for path in tmp_path.iterdir()}
+
     assert files <= {"runs", "cache", "corpus", "here", pipe.name}
+
     if not any("runs_dir" in argument or "cache_dir" in argument for argument in arguments):
         assert not list(here.iterdir())

@@ -122,14 +122,18 @@ def test_every_row_is_shown_once_after_an_interruption(train, straight, monkeypa
         patch.setattr(loggers.Tracker, "log", crash)
         with pytest.raises(RuntimeError, match="power cut"):
             train(*options, "logger=[csv,tensorboard,wandb]")
+
     assert "after step 2" in train(*options, "logger=[csv,tensorboard,wandb]").out
+
     run = train.runs / "rope-text"
 
     by_csv = numbers(shown_by_csv(run))
     by_wandb = numbers(shown_by_wandb(run))
     by_tensorboard = numbers(shown_by_tensorboard(run))
     rows = written_rows(run)
+
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+
     for row in rows:
         assert row["seconds"] > 0  # an axis of its own
         for key in row.keys() - {"step", "checksum"}:
@@ -139,6 +143,7 @@ def test_every_row_is_shown_once_after_an_interruption(train, straight, monkeypa
 
     # Who watches changes no number.
     without = straight(*options)
+
     assert rows_of(run) == rows_of(without)
     assert frame.load(run).results.value.tolist() == frame.load(without).results.value.tolist()
 
@@ -151,6 +156,7 @@ def test_a_failing_tracker_is_a_warning_and_the_others_go_on(train, monkeypatch,
     monkeypatch.setattr(CSVLogger, step, fail)
     with pytest.warns(UserWarning, match="logger=csv failed, the run goes on without it: disk full"):
         assert train(*QUICK, "logger=[csv,tensorboard]").code == 0
+
     assert any(name == "eval/gain@2x" for _, name, _ in shown_by_tensorboard(train.runs / "rope-text"))
 
 
@@ -167,6 +173,7 @@ def test_wandb_has_the_results_of_the_report(train):
     table = table[(table.line == "rope") & table.seed.isna()]
     rows = table[table.measure == "lengths"].set_index("length")
     (far,) = table.value[(table.measure == "far_copies") & (table.part == "far") & (table.quantity == "gain")]
+
     assert config["pe"]["base"] == 10000.0
     assert summary["eval/bits_per_byte@16"] == rows.value[16]
     assert summary["eval/gain@2x"] == rows.gain[32]

@@ -90,10 +90,12 @@ def test_two_processes_are_one(pair, straight, kind):
     two = pair(*options)
     of_one = [option for option in options if option not in OF_SEVERAL]
     one = straight(*of_one)
+
     assert_same_numbers(one, two)
 
     weights = load_file(two / "model.safetensors")
     saved = torch.load(path_of(two / "checkpoints", 6), weights_only=True)["model"]
+
     assert weights.keys() == load_file(one / "model.safetensors").keys()
 
     for name, value in weights.items():
@@ -104,6 +106,7 @@ def test_two_processes_are_one(pair, straight, kind):
 def test_replicas_of_two_ranks_each(train, job, straight):
     options = (*TEXT, "trainer.grad_accum_steps=1")  # a sequence of the batch for each rank
     codes, said = job([None] * 4, "trainer=fsdp", *options, "trainer.replicas=2", "name=replicas")
+
     assert codes == [0] * 4, said
     assert_same_numbers(straight(*options), train.runs / "replicas")
 
@@ -118,6 +121,7 @@ def small_batches() -> None:
 def test_of_three_batches_of_an_evaluation_one_process_has_two(train, job, straight):
     options = ("pe=rope", "data=flip_flop", "trainer.max_steps=1", "eval.sequences=5")
     codes, said = job([small_batches] * 2, *options, "name=two")
+
     assert codes == [0, 0], said
     assert_same_numbers(straight(*options), train.runs / "two")
 
@@ -129,6 +133,7 @@ def test_each_scored_token_weighs_the_same(train, straight, portions):
     assert train(*options, f"trainer.grad_accum_steps={portions}", "name=portions").code == 0
     (row,) = rows_of(train.runs / "portions")
     (expected,) = rows_of(straight(*options))
+
     assert row == pytest.approx(expected, rel=1e-6)
 
 
@@ -137,14 +142,17 @@ def test_killed_and_resumed(train, pair, job, kind):
     """All processes in mid-accumulation, then one of them, which ends the other."""
     options = (*KINDS[kind], "model.dropout=0.1")
     codes, _ = job([On(STEP, 6, kill)] * 2, *options, "name=killed")
+
     assert codes == [-signal.SIGKILL] * 2
 
     codes, said = job([None, On(STEP, 3, kill)], *options, "name=killed")
+
     assert codes == [2, -signal.SIGKILL]
     assert "error: another process of this run has ended" in said[0]
     assert "Traceback" not in said[0]
 
     codes, said = job([None, None], *options, "name=killed")
+
     assert codes == [0, 0], said
     assert "continuing" in said[0]
     assert differences(train.runs / "killed", pair(*options)) == []
@@ -157,15 +165,18 @@ def test_another_number_of_processes_goes_on(train, job, straight, kind):
     run = train.runs / "changing"
     stopping = On(STEP, 3, partial(signal.raise_signal, signal.SIGTERM))
     codes, said = job([None, stopping], kind, *TEXT, "name=changing")
+
     assert codes == [STOPPED] * 2
     assert "stopped after step 2; rerun the same command to resume" in said[0]
 
     with pytest.MonkeyPatch.context() as patch:
         On(STEP, 3, partial(signal.raise_signal, signal.SIGINT))(patch.setattr)
         assert train(*TEXT, "name=changing").code == INTERRUPTED
+
     assert steps_in(run / "checkpoints")[-1] == 4
 
     codes, said = job([None, None], kind, *TEXT, "name=changing")
+
     assert codes == [0, 0], said
     assert [row["step"] for row in rows_of(run)] == [1, 3, 6]
     assert_same_numbers(straight(*TEXT), run)
@@ -194,6 +205,7 @@ def test_an_error_ends_all_and_is_told_once(job, where):
     actions, options, message = FAILURES[where]
     codes, said = job(actions, "pe=rope", *options)
     both = "".join(said)
+
     assert codes == [2, 2]
     assert both.count("error: ") == 1
     assert message in both
@@ -224,11 +236,13 @@ def test_a_run_that_lightning_started_goes_on_by_torchrun(train, job):
         time.sleep(0.05)
     stopped.send_signal(signal.SIGTERM)
     out, err = stopped.communicate()
+
     assert stopped.returncode == STOPPED, err
     assert out.count("stopped after step") == 1
     assert "rror" not in err
 
     codes, said = job([None, None], *options)
+
     assert codes == [0, 0], said
     assert said[0].count("continuing") == 1
 
@@ -241,5 +255,6 @@ def test_a_run_that_lightning_started_goes_on_by_torchrun(train, job):
 def test_two_compiled_processes_compute_what_one_does_uncompiled(train, job, straight, kind):
     options = ["pe=rope", "trainer.compile=true"]
     codes, said = job([None, None], f"trainer={kind}", *options, "name=compiled")
+
     assert codes == [0, 0], said
     assert_same_numbers(straight("pe=rope"), train.runs / "compiled", 1e-5)

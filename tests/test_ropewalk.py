@@ -20,12 +20,16 @@ def run(straight) -> Path:
 def test_a_trained_model_gives_logits_and_text(run):
     model = ropewalk.load(run)
     ids = model.encode("knots")
+
     assert model.data.decode(ids.tolist()) == "knots"
+
     expected = model.net(ids[None])[0, :, :257]
+
     assert torch.equal(model.logits("knots"), expected)
     assert torch.equal(model.logits(ids), expected)
 
     text = model.generate("knots", 30, seed=1)
+
     assert model.generate("knots", 30, seed=1) == text
     assert model.generate("knots", 30, seed=2) != text
 
@@ -35,8 +39,10 @@ def test_a_run_is_read_by_another_encoding(run):
     yarn = ropewalk.load(run, pe="yarn", scale=8.0)
     long = "knots in a rope; " * 4
     short = long[:16]  # the training length
+
     assert torch.equal(rope.logits(short), yarn.logits(short))
     assert not torch.allclose(rope.logits(long), yarn.logits(long), atol=1e-3)
+
     with pytest.raises(ValueError, match=r"scales.*scale"):
         ropewalk.load(run, pe="yarn", scales=8.0)
 
@@ -46,6 +52,7 @@ def test_a_table_of_runs_has_the_values_of_their_evaluations(run, tmp_path):
     table = ropewalk.runs(run)
     of_seed = table[table.seed == 0]
     evaluations = load_all(run)
+
     assert len(of_seed) == sum(len(e.measured) for e in evaluations)
     assert table[table.seed.isna()].value.tolist() == of_seed.value.tolist()  # over all seeds: of one
     assert set(of_seed[of_seed.zero_shot].encoding) == {"yarn"}  # what RoPE is read by unless told otherwise
@@ -56,6 +63,7 @@ def test_a_table_of_runs_has_the_values_of_their_evaluations(run, tmp_path):
         bits = sum(m.nats) / math.log(2)
         per_byte = bits / sum(m.bytes)
         assert own.value[m.length] == pytest.approx(per_byte)
+
     assert own.low[64] < own.value[64] < own.high[64]
 
     assert list(ropewalk.runs(tmp_path)) == list(table)
@@ -82,6 +90,7 @@ def test_an_encoding_for_a_network_of_ones_own(name):
     out = ropewalk.attend(pe, **inputs, embedded=True)
     difference = out - ropewalk.attend(pe, **changed, embedded=True)
     largest = difference.abs().amax(-1)
+
     assert out.shape == SHAPES["q"]
     assert largest[:, :, :15].max() < 1e-5
     assert largest[:, :, 15:].min() > 1e-3
@@ -148,9 +157,11 @@ def test_a_checkpoint_is_looked_at(train):
         (stopped / name).unlink()
 
     saved = torch.load(whole / "checkpoints" / "step=4.ckpt")["model"]["embedding.weight"]
+
     assert torch.equal(ropewalk.load(stopped).net.embedding.weight, saved)
     assert torch.equal(ropewalk.load(whole, step=4).net.embedding.weight, saved)
     assert not torch.equal(ropewalk.load(whole).net.embedding.weight, saved)
+
     with pytest.raises(ValueError, match=r"\[2, 4, 6\]"):
         ropewalk.load(whole, step=3)
 

@@ -27,6 +27,7 @@ def losses(run) -> list:
 def test_each_job_is_the_run_that_it_would_be_alone(train):
     outcome = train("pe=rope,yarn", "name=mine", *SHORT, "-m")
     assert outcome.code == 0, outcome.err
+
     assert runs_in(train.runs) == ["mine-pe=rope", "mine-pe=yarn"]
     assert "[1/2] mine-pe=rope: done in " in outcome.out
     assert "sweep: 2 of 2 runs are complete" in outcome.out
@@ -35,6 +36,7 @@ def test_each_job_is_the_run_that_it_would_be_alone(train):
     assert train("pe=yarn", "name=alone", *SHORT).code == 0
     of_sweep = train.runs / "mine-pe=yarn"
     alone = train.runs / "alone"
+
     assert read_config(of_sweep) == read_config(alone) | {"name": "mine-pe=yarn"}
     assert rows_of(of_sweep) == rows_of(alone)
     assert losses(of_sweep) == losses(alone)
@@ -50,6 +52,7 @@ def test_a_stopped_sweep_is_continued(train, monkeypatch):
 
     outcome = train(*sweep)
     assert outcome.code == 0, outcome.err
+
     assert "[1/2] rope-text: complete\n" in outcome.out
     assert "continuing" in outcome.out
     assert outcome.out.count("validation loss") == 1  # no table of the complete one
@@ -60,6 +63,7 @@ def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
     On(ROW, 2, power_cut)(monkeypatch.setattr)
     outcome = train("pe=rope,nope", *SHORT, "-m")
     assert outcome.code == 1
+
     assert "[1/2] rope-text: failed: power cut" in outcome.err
     assert "in power_cut\n" in outcome.err  # where, since it is nobody's mistake
     assert "[2/2] nope-text: done" in outcome.out
@@ -81,6 +85,7 @@ def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
 def test_a_mistake_in_one_job_ends_the_sweep_before_any_work(train, line, message):
     outcome = train(*line.split(), "-m")
     assert outcome.code == 2
+
     assert message in outcome.err
     assert not train.runs.exists()
 
@@ -91,15 +96,18 @@ def test_what_varies_tells_runs_apart(train):
     planned = [run.path.name for run in plan("config", train.complete(*options))]
     none = "rope-text-trainer.max_steps=0"
     one = "rope-text-trainer.max_steps=1"
+
     assert planned == [none, f"{none}-s1", one, f"{one}-s1"]
 
 
 def test_an_experiment_may_say_what_is_swept():
     """The command line may narrow it. But for what is compared, the jobs are equal."""
     jobs = [run.cfg for run in plan("config", ["experiment=compare", "seed=0", "runs_dir=nowhere"])]
+
     assert len({cfg.pe["name"] for cfg in jobs}) == len({cfg.name for cfg in jobs}) == len(jobs) >= 8
 
     compared = {"pe": True, "name": True, "eval": {"variants"}}
+
     assert len({str(cfg.model_dump(exclude=compared)) for cfg in jobs}) == 1
 
 
@@ -110,6 +118,7 @@ def test_jobs_in_parallel(train):
     sweep = ["pe=rope", "optim.lr=0.001,1e38", "name='${pe.name}-${optim.lr}'", *infinite, *SHORT, "-m"]
     outcome = train(*sweep, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     assert outcome.code == 1
+
     assert "[2/2] rope-1e+38: failed: " in outcome.err
     assert "step 6/6" not in outcome.out  # two would print at once
     assert "step 6/6" in (train.runs / ".sweep" / "1.log").read_text()

@@ -74,6 +74,7 @@ def test_a_damaged_run_is_named_with_the_reason(stranger, script, message):
     DAMAGES[message](stranger)
     outcome = script(sample, f"run={stranger}", "prompt=a")
     assert outcome.code == 2
+
     assert message in outcome.err
     assert str(stranger) in outcome.err
 
@@ -94,7 +95,9 @@ def mark(tmp_path):
 def test_a_hostile_configuration_runs_nothing(stranger, script, section, target):
     """Nor does one in model.json, which has no data."""
     edit_config(stranger, section, _target_=target)
+
     assert target in script(evaluate, f"run={stranger}").err
+
     if section == "pe":
         edit_model(stranger, section, _target_=target)
         assert target in script(sample, f"run={stranger}").err
@@ -116,6 +119,7 @@ def test_a_hostile_checkpoint_runs_nothing(stranger, train, mark):
     torch.save({"global_step": 9, "state_dict": Bomb(mark)}, stranger / "checkpoints" / "step=9.ckpt")
     outcome = train("pe=rope", "name=base", *QUICK)
     assert outcome.code == 0, outcome.err
+
     assert "step=9.ckpt is damaged" in outcome.err
     assert "after step 1" in outcome.out
 
@@ -135,6 +139,7 @@ def test_a_strangers_run_reads_no_variable_of_the_environment(stranger, train, s
     assert train(f"init_from={stranger}", *QUICK).code == 0
 
     child = train.runs / f"base-{text}-16"
+
     assert yaml.safe_load((child / "config.yaml").read_text())["pe"]["name"] == text
 
     for path, content in snapshot(train.runs).items():

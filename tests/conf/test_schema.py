@@ -26,9 +26,11 @@ def test_every_yaml_composes_and_builds(group, choice):
         GPT(cfg.model, cfg.pe, vocab_size=257, train_len=cfg.train_len)
 
     written = yaml.safe_load(yaml.safe_dump(cfg.model_dump()))  # as in a run directory
+
     assert check(written) == cfg
 
     longer = {"train_len": 2 * cfg.train_len, "pe": cfg.pe, "stages": []}
+
     assert check(values | longer).pe == cfg.pe
 
 

@@ -135,6 +135,7 @@ def test_documents_that_change_while_they_are_read_are_refused(corpus, tmp_path,
 
     with pytest.raises(ValueError, match="the documents changed while they were read: try again"):
         write(growing, made, prefix=tmp_path / "cache" / "text", val_fraction=0.3)
+
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 

@@ -18,6 +18,7 @@ from data.sampler import batch_indices, feistel_permutation, micro_batches
 def test_a_permutation_has_each_index_once(n, key):
     keys = [key, key // 3, 5, 7]
     images = feistel_permutation(np.arange(n), n, keys)
+
     assert sorted(images.tolist()) == list(range(n))
 
 
@@ -111,4 +112,5 @@ def test_an_error_in_the_data_is_raised_and_the_thread_ends():
 
     with pytest.raises(ValueError, match="a defect"):
         next(batches)
+
     assert threading.active_count() == threads

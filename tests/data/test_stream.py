@@ -189,6 +189,7 @@ def test_too_little_text_is_an_error_that_says_how_much_there_is(source):
     train_tokens = source.prepared["train"].tokens
 
     assert source.fully_scored(longest - 1, 4).n == 1
+
     with pytest.raises(ValueError, match=rf"no validation document has {longest + 1:,} tokens.*{longest:,}"):
         source.fully_scored(longest, 4)
 

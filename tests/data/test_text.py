@@ -57,6 +57,7 @@ def test_a_long_line_is_cut_between_characters_and_nothing_is_lost(tmp_path, bef
 
     assert b"".join(pieces) == text
     assert len(pieces) == math.ceil(len(text) / 64)
+
     for piece in pieces[1:]:
         assert piece == character * (len(piece) // len(character))
 
@@ -200,6 +201,7 @@ def test_a_bad_option_is_an_error_before_anything_is_written(rows, kind, options
         options = {"path": "parquet", "data_files": str(rows / "string.parquet")} | options
     with pytest.raises(ValueError, match=message):
         prepared(None, rows / "cache", kind, **options)
+
     assert not (rows / "cache").exists()
 
 

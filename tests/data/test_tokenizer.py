@@ -30,6 +30,7 @@ def encoded(tokenizer, texts) -> list[list[int]]:
 @example("\r\n\x00 é 漢字 👩‍👩‍👧" * 30)
 def test_the_byte_tokens_of_any_text_are_its_bytes(text):
     (ids,) = encoded(BYTES, [text])
+
     assert bytes(ids) == text.encode()
     assert BYTES.decode(ids) == text
 

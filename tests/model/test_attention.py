@@ -84,6 +84,7 @@ def test_a_cache_keeps_the_tokens_of_a_window():
         kept = cache.append("layer", new, visible=15)["k"]
 
         first = max(0, i - 15)
+
         assert kept.flatten().tolist() == [*range(first, i + 1)]
 
 

@@ -144,6 +144,7 @@ def test_alibi_keeps_its_precision_in_bf16(is_compiled):
 def test_alibi_slopes_equal_bloom(n_head):
     slopes = build_pe("alibi", n_head=n_head).slopes(torch.device("cpu"))
     bloom = build_alibi_tensor(torch.ones(1, 2), n_head, torch.float32)  # slope times position of the key
+
     assert_close(slopes, bloom[:, 0, 1], rtol=1e-6, atol=0)
 
 

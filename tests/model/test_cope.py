@@ -66,6 +66,7 @@ CASES = [
 def test_outputs_and_gradients_are_those_of_the_paper(name, options):
     pe = build_pe(name, n_kv_head=2, **{"npos_max": 5} | options)
     tolerance = 1e-4 if name == "cope_rope" else 1e-9  # cosines are rounded to fp32
+
     assert_is_defined_by(cope, pe, tol=tolerance)
 
 

@@ -32,6 +32,7 @@ def test_documents_of_any_length_are_read_as_if_alone(n, length, share, seed):
         is_end = text[:-1] == END
         documents = text.tensor_split(is_end.nonzero().flatten() + 1)
         alone = [NET(document[None])[0] for document in documents]
+
         torch.testing.assert_close(text_logits, torch.cat(alone))
     if reading is not WHOLE:
         read = sum(rows.numel() for rows in reading.rows)

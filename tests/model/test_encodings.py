@@ -160,6 +160,7 @@ def test_logits_depend_on_no_later_token_and_on_no_text_read_before(placed):
         other_logits = read(other_end)
 
         close(logits[:, :half], other_logits[:, :half], 1e-6)
+
         assert not torch.allclose(
             logits[:, -1],
             other_logits[:, -1],
@@ -291,6 +292,7 @@ def test_every_parameter_has_a_gradient_which_is_that_of_numerical_differentiati
         step = 1e-6 * direction
         slope = (loss(p, step) - loss(p, -step)) / 2e-6
         expected = (gradient * direction).sum()
+
         assert_close(slope, expected, rtol=2e-6, atol=2e-9)
         assert gradient.any()
 

@@ -75,6 +75,7 @@ def test_initial_values_have_the_distribution_of_gpt_2():
         if name.endswith("mix.conv"):  # uniform, as of PyTorch's Conv1d
             std = 0.5 / math.sqrt(3)
         error = 5 / math.sqrt(parameter.numel())
+
         assert parameter.std().item() == pytest.approx(std, rel=error), name
         assert abs(parameter.mean().item()) < error * std, name
 
@@ -284,6 +285,7 @@ def test_a_window_that_training_has_filled_is_not_scaled():
     """It never meets a longer distance."""
     net = build_gpt("yarn", pe={"scale": 8.0, "window": 16})
     idx = tokens(20)
+
     assert torch.equal(net(idx, encodings=read_at(net, 8.0)), net(idx))
 
 

@@ -207,6 +207,7 @@ def test_resonance_gives_every_pair_a_period_of_whole_tokens(name):
     for pair, theta in enumerate(pe.frequencies(5_000)):
         period = round(2 * math.pi / theta.item())
         angle = 2 * math.pi * (positions % period).double() / period
+
         assert (cosines[:, pair] - angle.cos()).abs().max() < 1e-6
         assert (sines[:, pair] - angle.sin()).abs().max() < 1e-6
 

@@ -236,5 +236,7 @@ def test_counting_is_as_its_grammar_draws_it(variables, weights, cap):
         by_grammar[answer, f"{asked}=0" in program[12:]] += 1
 
     assert ours.keys() == by_grammar.keys()
+
     table = [[counts[kind] for kind in ours] for counts in (ours, by_grammar)]
+
     assert chi2_contingency(table).pvalue > P

@@ -42,6 +42,7 @@ def test_every_difficulty_and_length_has_an_eval_set_with_the_labels_that_its_sy
         assert x.shape == y.shape == (n, part.length)
         assert x.dtype == y.dtype == torch.int64
         assert is_scored.any(1).all()
+
         check(task, x, y)
 
     assert len({part.texts_hash for part in parts}) == len(parts)
@@ -104,7 +105,9 @@ def test_with_any_options_labels_are_what_the_symbols_imply_or_the_length_is_ref
     x_alone, y_alone = task.batch(f"any/{seed}", [3], length, difficulty)
 
     assert x.shape == (10, length)
+
     check(task, x, y)
+
     assert torch.equal(x_alone[0], x[3])
     assert torch.equal(y_alone[0], y[3])
 
@@ -188,6 +191,7 @@ def test_samples_are_those_of_this_version(name, options, version, text):
     """Whoever changes them raises `version`: a run would not continue, nor be evaluated, on what it began with."""
     task = build(name, **options)
     x, _ = task.train_batch([3], 16, 0)
+
     assert (task.version, task.decode(x[0].tolist())) == (version, text)
 
 
@@ -225,6 +229,7 @@ def test_samples_can_be_written_as_text_and_the_options_are_recorded(name):
 
     assert len(set(task.vocab)) == task.vocab_size
     assert task.encode(task.decode(ids)) == ids
+
     with pytest.raises(ValueError, match="'xyz' is not a symbol of this data; there is: "):
         task.encode("xyz")
 

@@ -40,6 +40,7 @@ def test_the_measured_memory_is_all_that_is_held_at_once():
     """q.exp() is the result, and its gradient."""
     q = torch.zeros(1000, requires_grad=True)
     held = measure.peak_memory(lambda: torch.autograd.grad(q.exp().sum(), q), "cpu")
+
     assert held == pytest.approx(2 * q.nbytes, rel=0.1)
 
 

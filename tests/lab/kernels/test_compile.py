@@ -33,8 +33,11 @@ def test_kernels_compile_and_fit_into_shared_memory(capability, head_dims, name)
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr
+
     rows = [json.loads(line) for line in done.stdout.splitlines()]
+
     assert len(rows) == (2 if name else 3 * 5 * 2 * 2)
+
     memory = (227 if capability in (90, 100) else 99) * 1024
     for row in rows:
         assert row["spilled"] <= (1024 if capability == 90 else 128), row

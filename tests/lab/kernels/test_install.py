@@ -149,5 +149,7 @@ def test_a_compiled_network_is_one_graph_with_kernels():
     torch._dynamo.reset()
 
     assert counter.frame_count == 1
+
     expected = gradients_of(net(idx, targets=idx), net)
+
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -56,6 +56,7 @@ def test_outputs_and_all_gradients_are_those_of_the_encoding(case, monkeypatch):
     """As near to float64 as the encoding in PyTorch. CoPE takes chunks of 64 queries here."""
     monkeypatch.setattr(cope, "CHUNK", 64)
     name, options, length, dtype = CASES[case]
+
     assert_right(encoding(name, **options), length, dtype)
 
 

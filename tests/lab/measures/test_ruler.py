@@ -67,6 +67,7 @@ def test_the_answer_follows_from_the_text_and_is_wrong_in_its_twin(task, length)
     answer = bytes(ids[-n:]).decode().strip()
     context, asked = bytes(ids[:-n]).decode().rsplit("\n", 1)
     twin, asked_of_twin = bytes(twin_ids[:-twin_n]).decode().rsplit("\n", 1)
+
     assert length - 90 < len(ids) <= length + 1  # one more line has 89 bytes
     assert answer in solve(context, asked)
     assert answer not in solve(twin, asked)
@@ -116,6 +117,7 @@ def test_the_scores_of_ruler_are_those_of_generation(words):
     results = measure(net, words, "niah_single")
 
     assert [result.depth for result in results] == [0.0, 1.0]
+
     for result in results:
         for trial in range(3):
             ask = partial(question, "niah_single", words.encode, SMALL, (0, trial), depth=result.depth)
