@@ -28,7 +28,8 @@ def bias(q, ctx):
 
 def by_definition(q, k, v, ctx, *, biased):
     """Two heads of queries share one of keys."""
-    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    k = k.repeat_interleave(2, dim=1)
+    v = v.repeat_interleave(2, dim=1)
     scores = SCALE * q @ k.mT
     if biased:
         scores = scores + bias(q, ctx)
@@ -107,11 +108,15 @@ def test_scores_are_not_rounded_to_16_bit(name):
         out = context(pe, n).attend(pe, q, k, v, state, layer="layer")
 
     state = {key: value.double() for key, value in state.items()}
-    q, k, v, pe = (x.double() for x in (q, k, v, pe))
+    q, k, v = q.double(), k.double(), v.double()
+    pe = pe.double()
     exact = context(pe, n).attend(pe, q, k, v, state, layer="layer")
-    # A score is a sum of less than 64 terms in fp32. Weights, their sums with values, and the result are of 16 bit.
-    largest = torch.einsum("bihd,bjhd->bhij", q.abs(), k.abs()).max().item()
+    # A score is a sum of less than 64 terms in fp32.
+    products = torch.einsum("bihd,bjhd->bhij", q.abs(), k.abs())
+    largest = products.max().item()
     of_scores = math.expm1(2 * 64 * 2.0**-24 * largest)
-    limit = v.abs().max().item() * (of_scores + 3 * 2.0**-9)
+    # Weights, their sums with values, and the result are of 16 bit.
+    of_rounding = 3 * 2.0**-9
+    limit = v.abs().max().item() * (of_scores + of_rounding)
 
     assert (out - exact).abs().max() < limit

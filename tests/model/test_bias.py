@@ -20,7 +20,8 @@ def nope(pe, q, k, v, x):
 
 def alibi(pe, q, k, v, x):
     """arXiv 2108.12409: -m_h (i - j), the slopes m_h a geometric series."""
-    return dot(q, k) - SLOPES[:, None, None] * PAST
+    bias = -SLOPES[:, None, None] * PAST
+    return dot(q, k) + bias
 
 
 def t5(pe, q, k, v, x):
@@ -31,14 +32,16 @@ def t5(pe, q, k, v, x):
         share = math.log(distance / half, pe.max_distance / half)
         bucket = int(half + share * half)
         buckets.append(min(bucket, 2 * half - 1))
-    return dot(q, k) + pe.table[buckets].T[:, PAST]
+    of_distance = pe.table[buckets].T  # [H, T]
+    return dot(q, k) + of_distance[:, PAST]
 
 
 def kerple(pe, q, k, v, x):
     """arXiv 2205.09921, the logarithmic kernel: -p ln(1 + a (i - j)), both at least 0.01."""
     p = pe.p.clamp(min=0.01)[:, None, None]
     a = pe.a.clamp(min=0.01)[:, None, None]
-    return dot(q, k) - p * torch.log(1 + a * PAST)
+    bias = -p * torch.log(1 + a * PAST)
+    return dot(q, k) + bias
 
 
 def fire(pe, q, k, v, x):
@@ -49,7 +52,8 @@ def fire(pe, q, k, v, x):
     longest = torch.log(1 + c * i.maximum(limit)) + 1e-6
     relative = torch.log(1 + c * PAST) / longest
     hidden = F.linear(relative[..., None], pe.up_weight, pe.up_bias).relu()  # [T, T, width]
-    return dot(q, k) + F.linear(hidden, pe.down_weight, pe.down_bias).permute(2, 0, 1)
+    bias = F.linear(hidden, pe.down_weight, pe.down_bias)  # [T, T, H]
+    return dot(q, k) + bias.permute(2, 0, 1)
 
 
 def fox(pe, q, k, v, x):
@@ -64,7 +68,8 @@ def relative(pe, q, k, v, x):
         embeddings = F.pad(embeddings, (0, 1))
     last = embeddings.size(1) - 1
     of_pairs = embeddings[:, PAST.clamp(max=last)]  # [D, T, T]
-    return dot(q, k) + torch.einsum("bhid,dij->bhij", q, of_pairs) / math.sqrt(D)
+    relative = torch.einsum("bhid,dij->bhij", q, of_pairs)
+    return dot(q, k) + relative / math.sqrt(D)
 
 
 CASES = [
@@ -105,7 +110,8 @@ def test_a_temperature_multiplies_the_scores_and_not_the_bias(formula, temperatu
     pe = build_pe(formula.__name__, n_kv_head=2, train_len=TRAIN_LEN, **options)
 
     def scores(pe, q, k, v, x):
-        n = torch.arange(1.0, T + 1).clamp(max=window or T)[:, None]
+        n = torch.arange(1.0, T + 1)[:, None]
+        n = n.clamp(max=window or T)
         factor = FACTORS[temperature](n, pe)
         return formula(pe, factor * q, k, v, x)
 

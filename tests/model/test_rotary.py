@@ -123,7 +123,8 @@ def test_frequencies_that_transformers_lacks_are_those_of_the_papers(head_dim, o
     """longrope without factors is ntk beyond that length."""
     exponent = -torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     theta = base**exponent
-    ntk = (base * scale ** (head_dim / (head_dim - 2))) ** exponent
+    growth = scale ** (head_dim / (head_dim - 2))
+    ntk = (base * growth) ** exponent
     abf = 654_321.0**exponent if scale > 1 else theta
     # YaRN, section 3.2: what turns 32 times or more is kept, what turns once or less is divided by the scale.
     turns = original_len * theta / (2 * math.pi)
@@ -131,7 +132,8 @@ def test_frequencies_that_transformers_lacks_are_those_of_the_papers(head_dim, o
     by_parts = (1 - kept) * theta / scale + kept * theta
     # The factors of arXiv 2309.00071 (YaRN) and arXiv 2402.13753 (LongRoPE).
     yarn_factor = 1 + 0.1 * math.log(scale)
-    longrope_factor = math.sqrt(1 + math.log(scale) / math.log(original_len))
+    doublings = math.log(scale) / math.log(original_len)
+    longrope_factor = math.sqrt(1 + doublings)
 
     for name, options, expected, expected_factor in (
         ("ntk", {}, ntk, 1),
@@ -206,10 +208,11 @@ def test_resonance_gives_every_pair_a_period_of_whole_tokens(name):
 
     for pair, theta in enumerate(pe.frequencies(5_000)):
         period = round(2 * math.pi / theta.item())
-        angle = 2 * math.pi * (positions % period).double() / period
+        turns = (positions % period).double() / period
+        angle = 2 * math.pi * turns
 
-        assert (cosines[:, pair] - angle.cos()).abs().max() < 1e-6
-        assert (sines[:, pair] - angle.sin()).abs().max() < 1e-6
+        assert_close(cosines[:, pair].double(), angle.cos(), rtol=0, atol=1e-6)
+        assert_close(sines[:, pair].double(), angle.sin(), rtol=0, atol=1e-6)
 
     assert pe.family != build_pe(name).family
 
@@ -283,7 +286,8 @@ def test_values_are_turned_by_the_distance(name):
 
     j = torch.arange(n)
     distance = j - j[:, None]  # of key j from query i
-    to_turn, kept = v[:, :, None].split(pe.rotary_dim, dim=-1)  # [1, H, 1, keys, channels]
+    of_keys = v[:, :, None]  # [1, H, 1, keys, channels]
+    to_turn, kept = of_keys.split(pe.rotary_dim, dim=-1)
     angle = distance[..., None] * pe.frequencies(n)
     of_pairs = turned(to_turn, angle)  # [1, H, queries, keys, channels]
     values = torch.cat((of_pairs, kept.expand_as(of_pairs)), dim=-1)
