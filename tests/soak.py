@@ -51,7 +51,12 @@ def ends_before(overrides: list[str], run: Path, delay: float | None = None, act
 
     ConfigError: it ended by itself, but not well.
     """
-    arguments = [*overrides, f"runs_dir={run.parent}", f"name={run.name}", "overwrite=true"]
+    arguments = [
+        *overrides,
+        f"runs_dir={run.parent}",
+        f"name={run.name}",
+        "overwrite=true",
+    ]
     with tempfile.NamedTemporaryFile("r") as said:
         process = start(arguments, action, said.name)
         process.join(delay)

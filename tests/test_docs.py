@@ -20,7 +20,12 @@ from ropewalk.app.resolve import check
 
 LOG = sorted(ROOT.glob("docs/log/*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *LOG]
-RESULTS = [ROOT / "README.md", ROOT / "docs/gain.svg", *LOG, *ROOT.glob("docs/results/*")]
+RESULTS = [
+    ROOT / "README.md",
+    ROOT / "docs/gain.svg",
+    *LOG,
+    *ROOT.glob("docs/results/*"),
+]
 # Commands that are not checked here, by how they begin, and why.
 NOT_CHECKED = {
     "python -m": "runs the tests or what they test",

@@ -24,7 +24,11 @@ def runs(**losses):
 
 
 def test_an_effect_is_a_weighted_sum_over_the_seeds_that_all_lines_have():
-    measured = runs(a={0: 3.0, 1: 3.2, 2: 3.1, 3: 9.0}, b={0: 2.0, 1: 2.6, 2: 2.3}, c={0: 1.0, 1: 1.0, 2: 1.1})
+    measured = runs(
+        a={0: 3.0, 1: 3.2, 2: 3.1, 3: 9.0},
+        b={0: 2.0, 1: 2.6, 2: 2.3},
+        c={0: 1.0, 1: 1.0, 2: 1.1},
+    )
     weights = {"a": 1, "b": -2, "c": 1}
     e = effects.effect(measured, 64, weights)
     by_seed = np.array([3.0 - 4.0 + 1.0, 3.2 - 5.2 + 1.0, 3.1 - 4.6 + 1.1])

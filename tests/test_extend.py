@@ -274,7 +274,12 @@ def test_beginning_with_a_model_of_transformers(extend, tmp_path):
 
     expected = theirs.model.embed_tokens.weight.detach()
 
-    torch.testing.assert_close(weights(child)["embedding.weight"], expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        weights(child)["embedding.weight"],
+        expected,
+        rtol=0,
+        atol=1e-9,
+    )
 
     (tmp_path / "llama" / "tokenizer.json").unlink()
     ids = ropewalk.load(child, cache_dir=str(tmp_path)).encode("a rope")

@@ -46,7 +46,11 @@ def test_a_step_that_explodes(train, run, rate, every, message, saved):
 def test_an_infinite_loss_whose_gradient_is_finite(train, run, monkeypatch):
     forward = GPT.forward
     extra = iter([0.0, 0.0, float("inf"), 0.0])  # of the third step
-    monkeypatch.setattr(GPT, "forward", lambda *args, **options: forward(*args, **options) + next(extra, 0.0))
+    monkeypatch.setattr(
+        GPT,
+        "forward",
+        lambda *args, **options: forward(*args, **options) + next(extra, 0.0),
+    )
     outcome = train("pe=rope")
     assert outcome.code == 2
 

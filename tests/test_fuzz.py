@@ -56,7 +56,11 @@ def fuzz(cases):
     """A test of `cases` random generators, always the same ones; ROPEWALK_FUZZ=500 tries so many."""
     number = int(os.environ.get("ROPEWALK_FUZZ", cases))
     # A generator of random numbers cannot be made simpler.
-    own = settings(max_examples=number, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    own = settings(
+        max_examples=number,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     generators = st.randoms(use_true_random=True)
     return lambda test: own(given(rng=generators)(test))
 

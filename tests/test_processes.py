@@ -105,7 +105,13 @@ def test_two_processes_are_one(pair, straight, kind):
 @pytest.mark.slow
 def test_replicas_of_two_ranks_each(train, job, straight):
     options = (*TEXT, "trainer.grad_accum_steps=1")  # a sequence of the batch for each rank
-    codes, said = job([None] * 4, "trainer=fsdp", *options, "trainer.replicas=2", "name=replicas")
+    codes, said = job(
+        [None] * 4,
+        "trainer=fsdp",
+        *options,
+        "trainer.replicas=2",
+        "name=replicas",
+    )
 
     assert codes == [0] * 4, said
     assert_same_numbers(straight(*options), train.runs / "replicas")
@@ -229,8 +235,18 @@ def test_a_run_that_lightning_started_goes_on_by_torchrun(train, job):
     """A signal to the first process, which has started the other one, stops the run."""
     options = [f"trainer.{key}=100" for key in ("log_every", "val_every", "checkpoint_every")]
     options += ["pe=rope", "trainer.max_steps=300", "logger=csv", "name=launched"]
-    command = [sys.executable, f"{ROOT}/train.py", *train.complete(*options, "trainer=ddp", "trainer.devices=2")]
-    stopped = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        f"{ROOT}/train.py",
+        *train.complete(*options, "trainer=ddp", "trainer.devices=2"),
+    ]
+    stopped = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     run = train.runs / "launched"
     while stopped.poll() is None and not (run / "metrics.jsonl").exists():
         time.sleep(0.05)

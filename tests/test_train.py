@@ -106,7 +106,11 @@ def compile_with(monkeypatch):
     compile = torch.compile
 
     def use(backend):
-        monkeypatch.setattr(torch, "compile", lambda *args, **options: compile(*args, **options | {"backend": backend}))
+        monkeypatch.setattr(
+            torch,
+            "compile",
+            lambda *args, **options: compile(*args, **options | {"backend": backend}),
+        )
 
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=8):

@@ -20,8 +20,17 @@ def commands(folder, *options: str) -> list[list[str]]:
     python = folder / "python"
     python.write_text(f"#!/bin/bash\nprintf '%s\\n' \"$@\" '' >> {folder}/said\n")
     python.chmod(0o755)
-    small = {"PYTHON": str(python), "RUNS": str(folder / "runs"), "LENGTH": "48", "STEPS": "20"}
-    subprocess.run(["bash", ROOT / "docs" / "walk.sh", *options], env=os.environ | small, check=True)
+    small = {
+        "PYTHON": str(python),
+        "RUNS": str(folder / "runs"),
+        "LENGTH": "48",
+        "STEPS": "20",
+    }
+    subprocess.run(
+        ["bash", ROOT / "docs" / "walk.sh", *options],
+        env=os.environ | small,
+        check=True,
+    )
     said = (folder / "said").read_text().removesuffix("\n\n")
     return [command.split("\n") for command in said.split("\n\n")]
 

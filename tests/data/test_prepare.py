@@ -152,7 +152,11 @@ def test_preparing_that_was_killed_is_done_again_once_by_two_processes(corpus, s
         return [process.exitcode for process in processes]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Tokenizer, "encode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(
+            Tokenizer,
+            "encode",
+            lambda *_: os.kill(os.getpid(), signal.SIGKILL),
+        )
         assert exit_codes(1) == [-signal.SIGKILL]
 
     assert list(cache.glob("*.partial/val.bin"))

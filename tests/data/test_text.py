@@ -74,7 +74,12 @@ def test_documents_of_one_file_are_on_one_side_unless_there_is_only_one_file(tmp
         write_lines(path)
 
     source = prepared(tmp_path, tmp_path / "cache", document_bytes=1024)
-    prepared(None, tmp_path / "cache", files=str(paths[0]), document_bytes=1024)  # both sides have documents
+    prepared(
+        None,
+        tmp_path / "cache",
+        files=str(paths[0]),
+        document_bytes=1024,
+    )  # both sides have documents
 
     train, val = ({text.split()[0] for text in documents_of(source, name)} for name in ("train", "val"))
 
@@ -173,7 +178,13 @@ def test_every_local_format_gives_its_rows_and_is_prepared_once(rows, file):
     cache = rows / "cache"
     for _ in range(2):  # the second finds what the first has made
         path = file.rpartition(".")[2]
-        source = prepared(None, cache, "HuggingFace", path=path, data_files=str(rows / file))
+        source = prepared(
+            None,
+            cache,
+            "HuggingFace",
+            path=path,
+            data_files=str(rows / file),
+        )
     texts = documents_of(source, "train") + documents_of(source, "val")
 
     assert sorted(texts) == sorted(TEXTS)

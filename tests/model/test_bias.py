@@ -88,7 +88,13 @@ CASES = [
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(("formula", "options"), CASES)
 def test_scores_are_those_of_the_paper(formula, options, window):
-    pe = build_pe(formula.__name__, n_kv_head=2, train_len=TRAIN_LEN, window=window, **options)
+    pe = build_pe(
+        formula.__name__,
+        n_kv_head=2,
+        train_len=TRAIN_LEN,
+        window=window,
+        **options,
+    )
     assert_is_defined_by(formula, pe, tol=1e-8)
 
 

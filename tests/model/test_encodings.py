@@ -203,7 +203,12 @@ def test_absolute_encodings_and_only_they_notice_a_shift_of_all_positions(encodi
         shifted = read(tokens(n), Reading((positions, n)))
         tolerance = 1e-5 * logits.abs().max().item()
 
-        assert torch.allclose(shifted, logits, rtol=0, atol=tolerance) == (not is_absolute)
+        assert torch.allclose(
+            shifted,
+            logits,
+            rtol=0,
+            atol=tolerance,
+        ) == (not is_absolute)
 
 
 @torch.no_grad()

@@ -110,8 +110,23 @@ def test_frequencies_equal_transformers(name, options, kind, lengths, head_dim, 
     else:
         parameters["factor"] = scale
 
-    frequencies, factor = read(name, head_dim, original_len, scale, base, length, **options)
-    their_frequencies, their_factor = reference(kind, head_dim, original_len, base, length, **parameters)
+    frequencies, factor = read(
+        name,
+        head_dim,
+        original_len,
+        scale,
+        base,
+        length,
+        **options,
+    )
+    their_frequencies, their_factor = reference(
+        kind,
+        head_dim,
+        original_len,
+        base,
+        length,
+        **parameters,
+    )
 
     # Theirs are float32: relative to each frequency, since the low ones are 1e-5 and less.
     assert_close(frequencies, their_frequencies.double(), rtol=1e-6, atol=1e-12)
@@ -143,7 +158,14 @@ def test_frequencies_that_transformers_lacks_are_those_of_the_papers(head_dim, o
         ("yarn", {"ramp": "paper"}, by_parts, yarn_factor),
         ("longrope", {"length": original_len + 1}, ntk, longrope_factor),
     ):
-        frequencies, factor = read(name, head_dim, original_len, scale, base, **options)
+        frequencies, factor = read(
+            name,
+            head_dim,
+            original_len,
+            scale,
+            base,
+            **options,
+        )
         assert_close(frequencies, expected, rtol=1e-12, atol=0)
         assert factor == pytest.approx(expected_factor)
 
@@ -235,7 +257,12 @@ def test_interleaved_layout_is_the_half_layout_of_permuted_channels(name, share)
         ctx,
     )
 
-    assert_close(by_interleaved, [x[..., permutation] for x in by_half], rtol=0, atol=0)
+    assert_close(
+        by_interleaved,
+        [x[..., permutation] for x in by_half],
+        rtol=0,
+        atol=0,
+    )
 
 
 @pytest.mark.parametrize("activations", [torch.float32, torch.bfloat16])

@@ -24,7 +24,13 @@ def test_a_saved_network_is_loaded_as_it_was(encoding, tmp_path):
 @pytest.fixture
 def folder(tmp_path):
     net = build_gpt("yarn", vocab_size=50, vocab_multiple=64)  # so that tensors fit vocabularies of up to 64 tokens
-    serialization.save(net, tmp_path, pe=pe_options("yarn"), tokenizer={"tokenizer": "x"}, original_len=48)
+    serialization.save(
+        net,
+        tmp_path,
+        pe=pe_options("yarn"),
+        tokenizer={"tokenizer": "x"},
+        original_len=48,
+    )
     return tmp_path
 
 

@@ -23,7 +23,14 @@ END = 49
 TRAINER = Trainer(**read_yaml(ROOT / "conf" / "trainer" / "default.yaml"))
 T = 40
 SMALL = {"n_head": 2, "n_kv_head": 1, "dim": 32}
-SHAPE = position.Shape(dim=32, n_head=2, n_kv_head=1, head_dim=16, train_len=T, n_layer=1)
+SHAPE = position.Shape(
+    dim=32,
+    n_head=2,
+    n_kv_head=1,
+    head_dim=16,
+    train_len=T,
+    n_layer=1,
+)
 
 
 @pytest.fixture(autouse=True)

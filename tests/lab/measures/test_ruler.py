@@ -120,7 +120,14 @@ def test_the_scores_of_ruler_are_those_of_generation(words):
 
     for result in results:
         for trial in range(3):
-            ask = partial(question, "niah_single", words.encode, SMALL, (0, trial), depth=result.depth)
+            ask = partial(
+                question,
+                "niah_single",
+                words.encode,
+                SMALL,
+                (0, trial),
+                depth=result.depth,
+            )
             ids, n = ask()
             generated = generate(net, torch.tensor([ids[:-n]]), n, temperature=0)
             is_right = [int(token) for token in generated] == ids[-n:]
