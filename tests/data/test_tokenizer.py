@@ -87,7 +87,8 @@ def byte_level_bpe(kind):
     split = lib.pre_tokenizers.Split(lib.Regex(FILE_PATTERN), "isolated")
     as_bytes = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "gpt2")
     tokenizer = lib.Tokenizer(lib.models.BPE())
-    tokenizer.pre_tokenizer = as_bytes if kind == "gpt2" else lib.pre_tokenizers.Sequence([split, as_bytes])
+    steps = [as_bytes] if kind == "gpt2" else [split, as_bytes]
+    tokenizer.pre_tokenizer = lib.pre_tokenizers.Sequence(steps)
     tokenizer.decoder = lib.decoders.ByteLevel()
     if kind == "qwen":
         tokenizer.normalizer = lib.normalizers.NFC()
@@ -131,7 +132,8 @@ def published(kind, folder, **changes):
     tokenizer.enable_truncation(3)
 
     values = json.loads(tokenizer.to_str())
-    values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] not in BYTE_TOKENS]
+    added = values["added_tokens"]
+    values["added_tokens"] = [token for token in added if token["content"] not in BYTE_TOKENS]
     values["model"]["ignore_merges"] = kind == "llama3"
     (folder / "tokenizer.json").write_text(json.dumps(values | changes))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": end}}))
@@ -144,7 +146,8 @@ def published(kind, folder, **changes):
 def random_texts(pieces, n):
     """Texts of up to 11 of the pieces."""
     rng = random.Random(0)
-    return ["".join(rng.choices(pieces, k=rng.randrange(12))) for _ in range(n)]
+    sizes = [rng.randrange(12) for _ in range(n)]
+    return ["".join(rng.choices(pieces, k=size)) for size in sizes]
 
 
 @pytest.mark.parametrize("kind", BEGIN_AND_END)
@@ -230,10 +233,13 @@ def test_a_vocabulary_is_trained_on_the_training_split_alone_and_is_the_same_aga
         path.write_text(text + word * 99, newline="")
 
     # Twice from the text, and once from what the first has made.
-    sources = [prepared(corpus, tmp_path / cache, tokenizer="train:300") for cache in ("a", "b", "a")]
-    first = sources[0].encoder
+    encoders = []
+    for cache in ("a", "b", "a"):
+        source = prepared(corpus, tmp_path / cache, tokenizer="train:300")
+        encoders.append(source.encoder)
+    first, *others = encoders
 
-    assert {source.encoder.hash for source in sources} == {first.hash}
+    assert {other.hash for other in others} == {first.hash}
     assert (first.vocab_size, first.eot) == (300, 299)
     assert b" walking" in first.pieces
     assert b"zz" not in first.pieces
@@ -266,12 +272,15 @@ def test_bits_per_byte_count_the_bytes_of_the_text(tmp_path, kind, changes, same
     source = prepared(corpus, tmp_path / "cache", tokenizer=f"hf:{tmp_path}")
 
     texts = [path.read_bytes().decode("utf-8", "replace") for path in corpus.rglob("*.txt")]
+    n_bytes = sum(split.bytes for split in source.prepared.values())
     val = source.prepared["val"]
     stream = val.stream().astype(np.int64)
+    counted = source.token_bytes[stream].sum()
+    of_tokens = source.encoder.token_bytes[stream].sum()
 
-    assert val.bytes + source.prepared["train"].bytes == len("".join(texts).encode())
-    assert float(source.token_bytes[stream].sum()) == pytest.approx(val.bytes)
-    assert (source.encoder.token_bytes[stream].sum() == val.bytes) == same
+    assert n_bytes == len("".join(texts).encode())
+    assert counted.item() == pytest.approx(val.bytes)
+    assert (of_tokens == val.bytes) == same
 
 
 def test_windows_and_prompts_begin_as_the_tokenizer_begins_texts(tmp_path):
@@ -287,22 +296,27 @@ def test_windows_and_prompts_begin_as_the_tokenizer_begins_texts(tmp_path):
     assert source.prompt("rope") == [start, *plain.prompt("rope")]
     assert source.identity() == plain.identity() | {"bos": start}
 
-    batches = [(source.train_batch(range(4), 16, 0), plain.train_batch(range(4), 16, 0))]
     part = source.validation(16, 64)
     other = plain.validation(16, 64)
 
     assert part.text_start == start
     assert part.texts_hash != other.texts_hash
 
-    batches.append((part.batch(0, 4), other.batch(0, 4)))
-    for (x, y), (plain_x, plain_y) in batches:
-        plain_x[:, 0] = start
-        assert torch.equal(x, plain_x)
-        assert torch.equal(y, plain_y)
+    for read in (
+        lambda data: data.train_batch(range(4), 16, 0),
+        lambda data: data.validation(16, 64).batch(0, 4),
+    ):
+        x, y = read(source)
+        expected_x, expected_y = read(plain)
+        expected_x[:, 0] = start
+        assert torch.equal(x, expected_x)
+        assert torch.equal(y, expected_y)
 
 
 def test_a_part_of_a_text_that_is_read_alone_begins_as_texts_do():
     x = torch.arange(20).view(2, 10)
 
-    assert inputs_of(x, slice(3, 6), None).tolist() == [[3, 4, 5], [13, 14, 15]]
-    assert inputs_of(x, slice(3, 6), 99).tolist() == [[99, 4, 5], [99, 14, 15]]
+    window = slice(3, 6)
+
+    assert inputs_of(x, window, None).tolist() == [[3, 4, 5], [13, 14, 15]]
+    assert inputs_of(x, window, 99).tolist() == [[99, 4, 5], [99, 14, 15]]
