@@ -4,7 +4,6 @@ Nothing outside of the run is read or written through it, and no command passes 
 """
 
 import functools
-import gzip
 import json
 import operator
 import os
@@ -14,7 +13,7 @@ from functools import partial
 
 import pytest
 import yaml
-from conftest import REPORT, ROOT, snapshot
+from conftest import ROOT, snapshot
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
@@ -22,7 +21,6 @@ import ropewalk
 import train as program
 from conf.schema import Config, flatten
 from ropewalk.app.init_from import train_values
-from ropewalk.report import frame, page
 from ropewalk.training.hardware import check_memory
 from scripts import evaluate, export, report, sample
 
@@ -221,32 +219,6 @@ def test_mutations(commands, undamaged, train, tmp_path, rng):
     if command == "report":  # on the other run, whatever this one holds
         assert outcome.code == 0
         assert "beside" in (tmp_path / "page").read_text()
-
-
-@pytest.fixture
-def rows(straight, tmp_path, monkeypatch):
-    """The rows of somebody else's file of results; in the folder "runs" lies a run of ours."""
-    monkeypatch.setattr(page, "html", REPORT)
-    shutil.copytree(straight("pe=rope"), tmp_path / "runs" / "mine")
-    archive = tmp_path / "theirs.jsonl.gz"
-    frame.save(archive, [straight("pe=rope", "seed=1")])
-    return gzip.decompress(archive.read_bytes())
-
-
-@fuzz(20)
-def test_archives(rows, script, tmp_path, rng):
-    """Whatever somebody else's file of results holds, there is a report on the other runs."""
-    damage = rng.choice([retype, retype, flip, truncate])
-    kind = rng.choice(["html", "csv", "md"])
-    note(f"{kind} after {damage}")
-    theirs = tmp_path / "theirs.jsonl.gz"
-    theirs.write_bytes(gzip.compress(damage(rows, rng)))
-    folders = f"folders=[{tmp_path / 'runs'},{theirs}]"
-    outcome = script(report, folders, f"format={kind}", f"out={tmp_path / 'page'}")
-    assert outcome.code == 0
-
-    assert "Traceback" not in outcome.err
-    assert "rope" in (tmp_path / "page").read_text()
 
 
 # Values as they stand on a command line: of every type, beyond every limit, and what a parser, a path or a terminal may

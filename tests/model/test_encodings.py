@@ -21,7 +21,6 @@ from conftest import (
 )
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.benchmarks.measure import peak_memory
 from model import gpt, position
@@ -239,25 +238,6 @@ def test_a_network_made_on_the_meta_device_gets_the_same_initial_weights(encodin
     assert_close(on_meta.state_dict(), net.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.long
-@torch.no_grad()
-def test_a_checkpoint_trained_at_256_reads_4096_tokens(encoding):
-    size = {"n_layer": 1, "n_head": 2, "n_kv_head": 1, "dim": 16}
-    trained = build_gpt(encoding, train_len=256, **size)
-    options = {}
-    if "pattern" not in pe_options(encoding):
-        options |= trained.encodings[0].options  # what follows train_len stays what it was in training
-        del options["name"]
-    if "scale" in options:
-        options["scale"] = 16.0
-    net = build_gpt(encoding, train_len=4096, pe=options, seed=1, **size)
-    net.load_state_dict(trained.state_dict(), strict=True)
-    cache = Cache()
-
-    for piece in tokens(4096, batch=1).split(512, dim=1):
-        assert net(piece, cache=cache).isfinite().all()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_logits_in_bf16_stay_near_those_in_fp32(encoding, precision):
@@ -422,64 +402,20 @@ def test_a_text_without_some_tokens_weighs_the_others_as_the_whole_text_does(nam
         close(embedded[:, kept], pe.embed(x[:, kept], kept))
 
 
-class Operations(TorchDispatchMode):
-    """The number of operations that are no views; and the elements of the largest tensor that any of them made."""
-
-    n = largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.n += not func.is_view
-        made = out if isinstance(out, tuple | list) else [out]
-        sizes = [x.numel() for x in made if isinstance(x, torch.Tensor)]
-        self.largest = max(self.largest, *sizes, 0)
-        return out
-
-
-@pytest.mark.long
-def test_no_tensor_grows_with_the_square_of_the_length_and_no_operation_is_one_of_a_token(placed):
-    """Neither a tensor that training makes, nor what it keeps for the backward pass."""
-    if placed["name"] == "hybrid":  # whose own window is a share of train_len
-        local = pe_options("rope", window=WINDOW)
-        placed = {"name": "hybrid", "pe": {"local": local} | placed["pe"]}
-    largest = []
-    kept = []
-    for length in (384, 768):
-        net = build_gpt(
-            **placed,
-            train_len=length,
-            n_layer=2,
-            n_head=2,
-            n_kv_head=1,
-            dim=8,
-        )
-        idx = tokens(length, 1)
-        bytes_of_storage = {}  # views of one are counted once
-
-        def keep(x, found=bytes_of_storage):
-            storage = x.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-            return x
-
-        with Operations() as operations:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-                loss = net.train()(idx, targets=idx)
-            loss.backward()
-        largest.append(operations.largest)
-        kept.append(sum(bytes_of_storage.values()))
-
-    assert largest[1] <= 2.2 * largest[0]
-    assert kept[1] <= 2.4 * kept[0]
-    assert operations.n < 5 * 768  # a single loop over tokens, in two layers and back, has more
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", slow_if_repeated(ENCODINGS))
 def test_checkpointing_is_the_same_training_in_half_of_the_memory(name, monkeypatch):
-    """Loss and gradients, with dropout; the logits never exist at once."""
+    """Loss and gradients, with dropout."""
     monkeypatch.setattr(gpt, "MAX_LOGITS", 2**16)
     x, y = tokens(128, 4, 4096).split(2)
-    size = {"n_layer": 6, "n_head": 2, "n_kv_head": 1, "dim": 32, "vocab_size": 4096, "train_len": 128}
+    size = {
+        "n_layer": 6,
+        "n_head": 2,
+        "n_kv_head": 1,
+        "dim": 32,
+        "vocab_size": 4096,
+        "train_len": 128,
+    }
     results = []
     peaks = []
     for checkpointing in (False, True):
@@ -490,13 +426,11 @@ def test_checkpointing_is_the_same_training_in_half_of_the_memory(name, monkeypa
             loss = net(x, targets=y)
             results.append([loss.detach(), *gradients_of(loss, net)])
 
-        with Operations() as operations:
-            peaks.append(peak_memory(step, "cpu"))
+        peaks.append(peak_memory(step, "cpu"))
 
     for a, b in zip(*results, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
 
-    assert operations.largest < y.numel() * 4096
     assert peaks[1] < peaks[0] / 2
 
 
