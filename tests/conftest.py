@@ -266,20 +266,31 @@ def train(tmp_path, monkeypatch, capfd):
     return run
 
 
+@pytest.fixture
+def trained(train):
+    """`trained("pe=rope", ..., name="mine")` is the folder of a run that has ended well."""
+
+    def run(*options: str, name: str = "run") -> Path:
+        outcome = train(*options, f"name={name}")
+        assert outcome.code == 0, outcome.err
+        return train.runs / name
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def finished() -> dict[tuple[str, ...], Path]:
     return {}
 
 
 @pytest.fixture
-def straight(train, finished, tmp_path_factory):
+def straight(trained, finished, tmp_path_factory):
     """`straight("pe=rope", ...)` is the run of these options from start to end, made only once."""
 
     def run(*options: str) -> Path:
         if options not in finished:
-            assert train(*options, "name=straight").code == 0
             folder = tmp_path_factory.mktemp("straight")
-            finished[options] = (train.runs / "straight").rename(folder / "run")
+            finished[options] = trained(*options, name="straight").rename(folder / "run")
         return finished[options]
 
     return run

@@ -86,19 +86,12 @@ def said(block):
 
 
 def all_commands():
-    """The commands in the pages' blocks of code and in scripts, as the shell would call them: {command: its words}."""
+    """The commands in the pages' blocks of code, as the shell would call them: {command: its words}."""
     found = []
     for page in PAGES:
         text = page.read_text()
         for block in FENCED.findall(text) + INDENTED.findall(text):
             found += said(block)
-    for script in ROOT.glob("docs/log/*.sh"):
-        # Most of their commands differ only in values.
-        kinds = {}
-        for words in said(script.read_text()):
-            keys = tuple(word.partition("=")[0] for word in words)
-            kinds[keys] = words
-        found += kinds.values()
     return {" ".join(words): words for words in found}
 
 

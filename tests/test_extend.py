@@ -85,12 +85,10 @@ def losses(run: Path, step: int) -> dict[str, list]:
     return found
 
 
-def test_a_run_measures_the_model_it_starts_from_once(straight, train, monkeypatch):
+def test_a_run_measures_the_model_it_starts_from_once(straight, train, trained, monkeypatch):
     """As that model reads, and by the run's encoding: what a run of 0 steps measures of the same weights."""
     yarn = f"init_from={straight('pe=rope')}", "train_len=32", "eval.lengths=[1,2]", "pe=yarn", "pe.scale=2"
-    assert train(*yarn, "eval.variants=[rope]", "trainer.max_steps=0", "name=none").code == 0
-
-    none = train.runs / "none"
+    none = trained(*yarn, "eval.variants=[rope]", "trainer.max_steps=0", name="none")
 
     assert read_json(none / "model.json")["original_len"] == 16  # without a step it stays
 
@@ -202,11 +200,9 @@ def test_the_optimizer_goes_on(straight, extend):
         torch.testing.assert_close(after[name], expected, rtol=1e-5, atol=1e-9)
 
 
-def test_a_run_carries_the_vocabulary_trained_for_it(train, extend, tmp_path):
+def test_a_run_carries_the_vocabulary_trained_for_it(train, trained, extend, tmp_path):
     """So it is read, and extended, when the corpus, and what was prepared of it, are gone."""
-    assert train("data.tokenizer=train:268", "name=base").code == 0
-
-    base = train.runs / "base"
+    base = trained("data.tokenizer=train:268", name="base")
     ids = ropewalk.load(base).encode("knots in a rope").tolist()
 
     assert len(ids) < 10

@@ -96,19 +96,17 @@ def test_checkpoints_by_the_clock(train):
     assert steps_in(train.runs / "rope-text" / "checkpoints") == [3, 4, 5, 6]
 
 
-def test_what_killed_writes_left_is_removed(train):
+def test_what_killed_writes_left_is_removed(trained):
     """Files as large as the model, and hidden: see `atomic_write`; and a checkpoint beyond those to keep."""
-    options = "pe=rope", "name=left", "eval.lengths=[1]", "eval.variants=[]"
-    assert train(*options, "trainer.keep_checkpoints=3").code == 0
-
-    run = train.runs / "left"
+    options = "pe=rope", "eval.lengths=[1]", "eval.variants=[]"
+    run = trained(*options, "trainer.keep_checkpoints=3")
 
     assert steps_in(run / "checkpoints") == [2, 4, 6]
 
     for name in (".model.safetensors.0a0a0a0a.tmp", "evals/.lengths.json.0a0a0a0a.tmp"):
         (run / name).touch()
     (run / "training.json").unlink()
-    assert train(*options, "trainer.keep_checkpoints=1").code == 0
+    trained(*options, "trainer.keep_checkpoints=1")
 
     assert not list(run.rglob("*.tmp"))
     assert steps_in(run / "checkpoints") == [6]

@@ -149,12 +149,10 @@ def test_what_an_encoding_cannot_be_is_refused(name, options, message):
         ropewalk.encoding(name, **(sizes | options))
 
 
-def test_a_checkpoint_is_looked_at(train):
+def test_a_checkpoint_is_looked_at(train, trained):
     """Of a run that was stopped: the newest, or the one that is asked for."""
     evaluation = ["eval.variants=[]", "eval.lengths=[1]"]
-    assert train("pe=rope", "trainer.keep_checkpoints=9", *evaluation, "name=whole").code == 0
-
-    whole = train.runs / "whole"
+    whole = trained("pe=rope", "trainer.keep_checkpoints=9", *evaluation, name="whole")
     stopped = shutil.copytree(whole, train.runs / "stopped")
     for name in ("model.json", "model.safetensors", "training.json", "checkpoints/step=6.ckpt"):
         (stopped / name).unlink()

@@ -24,7 +24,7 @@ def losses(run) -> list:
     return [m.nats for e in load_all(run) for m in e.measured]
 
 
-def test_each_job_is_the_run_that_it_would_be_alone(train):
+def test_each_job_is_the_run_that_it_would_be_alone(train, trained):
     outcome = train("pe=rope,yarn", "name=mine", *SHORT, "-m")
     assert outcome.code == 0, outcome.err
 
@@ -33,9 +33,8 @@ def test_each_job_is_the_run_that_it_would_be_alone(train):
     assert "sweep: 2 of 2 runs are complete" in outcome.out
     assert f"python scripts/report.py 'folders=[{train.runs}]'" in outcome.out
 
-    assert train("pe=yarn", "name=alone", *SHORT).code == 0
+    alone = trained("pe=yarn", *SHORT, name="alone")
     of_sweep = train.runs / "mine-pe=yarn"
-    alone = train.runs / "alone"
 
     assert read_config(of_sweep) == read_config(alone) | {"name": "mine-pe=yarn"}
     assert rows_of(of_sweep) == rows_of(alone)

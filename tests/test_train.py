@@ -138,23 +138,20 @@ def test_layers_of_a_kind_are_compiled_once(train, compile_with, graphs, options
     assert counter.frame_count == graphs
 
 
-def test_a_stage_is_the_beginning_of_a_run_of_its_length(train):
+def test_a_stage_is_the_beginning_of_a_run_of_its_length(trained):
     """Bit for bit: of one with as many tokens in a step. Then its length and encoding are others."""
     stage = "stages=[{steps: 3, train_len: 8, pe: {base: 500}}]"
     each = ["pe=rope", "trainer.log_every=1", "trainer.val_every=6", "eval.lengths=[1]"]
-    assert train(*each, "train_len=8", "trainer.batch_size=8", "pe.base=500", "name=short").code == 0
-    assert train(*each, "train_len=16", "trainer.batch_size=4", stage, "name=staged").code == 0
-    short = rows_of(train.runs / "short")
-    staged = rows_of(train.runs / "staged")
+    short = rows_of(trained(*each, "train_len=8", "trainer.batch_size=8", "pe.base=500", name="short"))
+    staged = rows_of(trained(*each, "train_len=16", "trainer.batch_size=4", stage, name="staged"))
 
     assert staged[:3] == short[:3]
     assert staged[3]["train/loss"] != short[3]["train/loss"]
 
 
-def test_training_in_bf16_lowers_the_loss(train):
-    outcome = train("pe=t5", "trainer.precision=bf16-true", "trainer.max_steps=30", "optim.lr=0.01", "eval.lengths=[1]")
-    assert outcome.code == 0, outcome.err
-    losses = [row["train/loss"] for row in rows_of(train.runs / "t5-text")]
+def test_training_in_bf16_lowers_the_loss(trained):
+    run = trained("pe=t5", "trainer.precision=bf16-true", "trainer.max_steps=30", "optim.lr=0.01", "eval.lengths=[1]")
+    losses = [row["train/loss"] for row in rows_of(run)]
 
     assert losses[-1] < losses[0] - 0.5
 

@@ -63,10 +63,9 @@ DAMAGES = {
 
 
 @pytest.fixture
-def stranger(train):
+def stranger(trained):
     """A run from elsewhere."""
-    assert train("pe=rope", "name=base", *QUICK).code == 0
-    return train.runs / "base"
+    return trained("pe=rope", *QUICK, name="base")
 
 
 @pytest.mark.parametrize("message", DAMAGES)
