@@ -124,17 +124,11 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# What torchrun and srun say to each of WORLD processes.
+# What torchrun says to each of WORLD processes.
 TORCHRUN = "RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world} LOCAL_WORLD_SIZE={world} TORCHELASTIC_RUN_ID=test"
-SRUN = (
-    "SLURM_NTASKS={world} SLURM_NTASKS_PER_NODE={world} SLURM_NNODES=1 SLURM_NODEID=0"
-    " SLURM_PROCID={rank} SLURM_LOCALID={rank} SLURM_JOB_NAME=test SLURM_STEP_ID=0"
-)
 
 
-def start_ranks(
-    arguments: list[str], output: Path, *actions: Callable[[], None] | None, starter: str = TORCHRUN
-) -> list[ForkServerProcess]:
+def start_ranks(arguments: list[str], output: Path, *actions: Callable[[], None] | None) -> list[ForkServerProcess]:
     """A run on as many ranks as there are actions. Rank i prints to the file `output` / str(i)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -142,15 +136,15 @@ def start_ranks(
     output.mkdir(exist_ok=True)
     processes = []
     for rank, action in enumerate(actions):
-        told = f"{starter} MASTER_ADDR=127.0.0.1 MASTER_PORT={port}".format(rank=rank, world=len(actions))
+        told = f"{TORCHRUN} MASTER_ADDR=127.0.0.1 MASTER_PORT={port}".format(rank=rank, world=len(actions))
         environment = dict(word.split("=") for word in told.split())
         processes.append(start(arguments, action, str(output / str(rank)), environment))
     return processes
 
 
-def together(*arguments: Any, **options: Any) -> list[int]:
+def together(*arguments: Any) -> list[int]:
     """`start_ranks` and wait: their exit codes."""
-    processes = start_ranks(*arguments, **options)
+    processes = start_ranks(*arguments)
     try:
         for process in processes:
             process.join()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, rows_of
 from differences import differences, results
-from process_helpers import SRUN, STEP, On, kill, together
+from process_helpers import STEP, On, kill, together
 from safetensors.torch import load_file
 
 from ropewalk.training import distributed
@@ -40,11 +40,11 @@ OF_SEVERAL = ("trainer=fsdp", "trainer.replicas=2", "trainer.context_parallel=2"
 def job(train, tmp_path):
     """`job([action or None for each process], *options)`: their exit codes, and what each said."""
 
-    def run(actions, *options, **starter):
+    def run(actions, *options):
         if not any(option.startswith("trainer=") for option in options):
             options = ("trainer=ddp", *options)
         folder = tmp_path / "said"
-        codes = together(train.complete(*options), folder, *actions, **starter)
+        codes = together(train.complete(*options), folder, *actions)
         said = [(folder / str(rank)).read_text() for rank in range(len(actions))]
         return codes, said
 
@@ -90,10 +90,12 @@ def test_two_processes_are_one(pair, straight, kind):
     two = pair(*options)
     of_one = [option for option in options if option not in OF_SEVERAL]
     one = straight(*of_one)
+
     assert_same_numbers(one, two)
 
     weights = load_file(two / "model.safetensors")
     saved = torch.load(path_of(two / "checkpoints", 6), weights_only=True)["model"]
+
     assert weights.keys() == load_file(one / "model.safetensors").keys()
 
     for name, value in weights.items():
@@ -103,15 +105,16 @@ def test_two_processes_are_one(pair, straight, kind):
 @pytest.mark.slow
 def test_replicas_of_two_ranks_each(train, job, straight):
     options = (*TEXT, "trainer.grad_accum_steps=1")  # a sequence of the batch for each rank
-    codes, said = job([None] * 4, "trainer=fsdp", *options, "trainer.replicas=2", "name=replicas")
+    codes, said = job(
+        [None] * 4,
+        "trainer=fsdp",
+        *options,
+        "trainer.replicas=2",
+        "name=replicas",
+    )
+
     assert codes == [0] * 4, said
     assert_same_numbers(straight(*options), train.runs / "replicas")
-
-
-def test_processes_that_slurm_starts_are_the_same_run(train, job, pair):
-    codes, said = job([None, None], *TEXT, "name=slurm", starter=SRUN)
-    assert codes == [0, 0], said
-    assert differences(train.runs / "slurm", pair(*TEXT)) == []
 
 
 def small_batches() -> None:
@@ -124,17 +127,18 @@ def small_batches() -> None:
 def test_of_three_batches_of_an_evaluation_one_process_has_two(train, job, straight):
     options = ("pe=rope", "data=flip_flop", "trainer.max_steps=1", "eval.sequences=5")
     codes, said = job([small_batches] * 2, *options, "name=two")
+
     assert codes == [0, 0], said
     assert_same_numbers(straight(*options), train.runs / "two")
 
 
 @pytest.mark.parametrize("portions", [2, 4])
-def test_each_scored_token_weighs_the_same(train, straight, portions):
+def test_each_scored_token_weighs_the_same(trained, straight, portions):
     """However many of them are in each portion of a batch."""
     options = "pe=rope", "data=flip_flop", "trainer.max_steps=1"
-    assert train(*options, f"trainer.grad_accum_steps={portions}", "name=portions").code == 0
-    (row,) = rows_of(train.runs / "portions")
+    (row,) = rows_of(trained(*options, f"trainer.grad_accum_steps={portions}"))
     (expected,) = rows_of(straight(*options))
+
     assert row == pytest.approx(expected, rel=1e-6)
 
 
@@ -143,14 +147,17 @@ def test_killed_and_resumed(train, pair, job, kind):
     """All processes in mid-accumulation, then one of them, which ends the other."""
     options = (*KINDS[kind], "model.dropout=0.1")
     codes, _ = job([On(STEP, 6, kill)] * 2, *options, "name=killed")
+
     assert codes == [-signal.SIGKILL] * 2
 
     codes, said = job([None, On(STEP, 3, kill)], *options, "name=killed")
+
     assert codes == [2, -signal.SIGKILL]
     assert "error: another process of this run has ended" in said[0]
     assert "Traceback" not in said[0]
 
     codes, said = job([None, None], *options, "name=killed")
+
     assert codes == [0, 0], said
     assert "continuing" in said[0]
     assert differences(train.runs / "killed", pair(*options)) == []
@@ -163,15 +170,18 @@ def test_another_number_of_processes_goes_on(train, job, straight, kind):
     run = train.runs / "changing"
     stopping = On(STEP, 3, partial(signal.raise_signal, signal.SIGTERM))
     codes, said = job([None, stopping], kind, *TEXT, "name=changing")
+
     assert codes == [STOPPED] * 2
     assert "stopped after step 2; rerun the same command to resume" in said[0]
 
     with pytest.MonkeyPatch.context() as patch:
         On(STEP, 3, partial(signal.raise_signal, signal.SIGINT))(patch.setattr)
         assert train(*TEXT, "name=changing").code == INTERRUPTED
+
     assert steps_in(run / "checkpoints")[-1] == 4
 
     codes, said = job([None, None], kind, *TEXT, "name=changing")
+
     assert codes == [0, 0], said
     assert [row["step"] for row in rows_of(run)] == [1, 3, 6]
     assert_same_numbers(straight(*TEXT), run)
@@ -200,6 +210,7 @@ def test_an_error_ends_all_and_is_told_once(job, where):
     actions, options, message = FAILURES[where]
     codes, said = job(actions, "pe=rope", *options)
     both = "".join(said)
+
     assert codes == [2, 2]
     assert both.count("error: ") == 1
     assert message in both
@@ -223,18 +234,30 @@ def test_a_run_that_lightning_started_goes_on_by_torchrun(train, job):
     """A signal to the first process, which has started the other one, stops the run."""
     options = [f"trainer.{key}=100" for key in ("log_every", "val_every", "checkpoint_every")]
     options += ["pe=rope", "trainer.max_steps=300", "logger=csv", "name=launched"]
-    command = [sys.executable, f"{ROOT}/train.py", *train.complete(*options, "trainer=ddp", "trainer.devices=2")]
-    stopped = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        f"{ROOT}/train.py",
+        *train.complete(*options, "trainer=ddp", "trainer.devices=2"),
+    ]
+    stopped = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     run = train.runs / "launched"
     while stopped.poll() is None and not (run / "metrics.jsonl").exists():
         time.sleep(0.05)
     stopped.send_signal(signal.SIGTERM)
     out, err = stopped.communicate()
+
     assert stopped.returncode == STOPPED, err
     assert out.count("stopped after step") == 1
     assert "rror" not in err
 
     codes, said = job([None, None], *options)
+
     assert codes == [0, 0], said
     assert said[0].count("continuing") == 1
 
@@ -242,26 +265,11 @@ def test_a_run_that_lightning_started_goes_on_by_torchrun(train, job):
     assert len((run / "csv" / "metrics.csv").read_text().splitlines()) == 6  # a heading, 4 rows, and the evaluation
 
 
-def test_what_torchrun_started_must_be_what_is_asked_for(train, monkeypatch):
-    for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": 2, "WORLD_SIZE": 4, "RANK": 0}.items():
-        monkeypatch.setenv(name, str(value))
-    remedy = "torchrun started 4 processes, 2 on this machine: trainer=ddp trainer.num_nodes=2 takes them all"
-    assert remedy in train("pe=rope").err
-    assert "trainer.num_nodes=2 takes them all" in train("pe=rope", "trainer=ddp").err
-
-
-def test_a_rank_left_in_the_environment_is_not_believed(train, monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
-        monkeypatch.setenv(name, "1")
-    outcome = train("pe=rope", "trainer.max_steps=1")
-    assert outcome.code == 0
-    assert "to look at" in outcome.out  # it is the first, which speaks
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_compiled_processes_compute_what_one_does_uncompiled(train, job, straight, kind):
     options = ["pe=rope", "trainer.compile=true"]
     codes, said = job([None, None], f"trainer={kind}", *options, "name=compiled")
+
     assert codes == [0, 0], said
     assert_same_numbers(straight("pe=rope"), train.runs / "compiled", 1e-5)

@@ -278,7 +278,7 @@ def find(path: str | Path) -> Path:
         return path
     files = [*path.parent.glob("*/environment.json"), *Path("runs").glob("*/environment.json")]
     runs = {str(file.parent) for file in files}
-    problem = f"{path} is not a run directory, which has a config.yaml; write hf:{path} if it is a model of transformers"
+    problem = f"{path} is not a run directory: it has no config.yaml; write hf:{path} if it is a model of transformers"
     raise ConfigError(f"{problem}; there are: {', '.join(sorted(runs)) or 'none'}")
 
 
