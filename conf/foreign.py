@@ -20,6 +20,8 @@ FOREIGN = {
     "ckpt_path": _RESUME,
     "context_length": "train_len",
     "d_model": "model.dim",
+    "data": "a trained model keeps its data; for others make a run of 0 steps: "
+    "train.py init_from=RUN trainer.max_steps=0 data=...",
     "data=c4": _HUB,
     "data=fineweb": _HUB,
     "data=openwebtext": _HUB,

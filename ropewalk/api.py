@@ -128,11 +128,7 @@ def load(
         raise ValueError(f"{', '.join(options)}: options of an encoding need its name, as in pe='yarn'")
     data = build_data(data_options(path, cache_dir))
     check_identity(path, data.tokenizer_identity())
-    net = serialization.load(path, pe=reader)
-    try:
-        return Model(net.to(device), data)
-    except (RuntimeError, AssertionError) as error:  # PyTorch has no such device, or was built without it
-        raise ValueError(f"device={device!r}: {error}") from None
+    return Model(serialization.load(path, pe=reader).to(device), data)
 
 
 @checked

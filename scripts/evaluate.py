@@ -24,7 +24,7 @@ import ropewalk
 from conf.schema import Count, Precision, Section
 from ropewalk.app import init_from
 from ropewalk.app.cli import program
-from ropewalk.app.run_dir import check_identity, lock, read_environment, read_training
+from ropewalk.app.run_dir import check_identity, lock, read_environment
 from ropewalk.evaluation import loop, results
 from ropewalk.evaluation.measures.base import Measure, build
 from ropewalk.report import page, terminal
@@ -51,8 +51,6 @@ def main(args: Arguments) -> None:
     # Locked until the end, so that nobody trains the run further between what is read here and what is written.
     with lock(path):
         run_id = read_environment(path).run_id
-        if (path / "training.json").is_file():
-            read_training(path)  # no report would show what is measured of a run whose record is damaged
         cfg = init_from.evaluation(path, args.pe)
         # What was trained with kernels is read with them where they run.
         hardware = Hardware.resolve(

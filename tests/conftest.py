@@ -56,9 +56,25 @@ def pe_options(name: str, **options) -> dict:
     return merged
 
 
+def data_options(name: str) -> dict:
+    """The options in conf/data/`name`.yaml, over those that it inherits."""
+    values = OmegaConf.to_container(read_yaml(ROOT / "conf" / "data" / f"{name}.yaml"))
+    for parent in values.pop("defaults", []):
+        if parent != "_self_":
+            values = data_options(parent) | values
+    return values
+
+
 def build_pe(name: str, *, dim=64, n_head=4, n_kv_head=None, head_dim=16, train_len=32, **options):
     """The encoding `name` for a small network, with random parameters instead of their initial values."""
-    shape = position.Shape(dim, n_head, n_kv_head or n_head, head_dim, train_len, n_layer=1)
+    shape = position.Shape(
+        dim,
+        n_head,
+        n_kv_head or n_head,
+        head_dim,
+        train_len,
+        n_layer=1,
+    )
     (pe,) = position.build_encodings(pe_options(name, **options), shape)
     init_parameters(pe, torch.Generator().manual_seed(0))
     return randomise(pe)
@@ -71,7 +87,11 @@ def at_last_scale(pe):
 
 def tokens(length, batch=2, vocab_size=50):
     """Texts of token ids, always the same: [batch, length]."""
-    return torch.randint(vocab_size, (batch, length), generator=torch.Generator().manual_seed(2))
+    return torch.randint(
+        vocab_size,
+        (batch, length),
+        generator=torch.Generator().manual_seed(2),
+    )
 
 
 def normal(*shapes, seed=0, dtype=torch.float32):
@@ -111,7 +131,13 @@ def build_gpt(name: str, *, vocab_size=50, train_len=32, seed=0, pe=None, checkp
     cfg = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "dim": 64} | cfg
     sizes = {"vocab_size": vocab_size, "train_len": train_len}
     options = pe_options(name, **(pe or {}))
-    net = GPT(GPTConfig(**cfg), options, **sizes, seed=seed, checkpointing=checkpointing)
+    net = GPT(
+        GPTConfig(**cfg),
+        options,
+        **sizes,
+        seed=seed,
+        checkpointing=checkpointing,
+    )
     randomise(torch.nn.ModuleList(net.distinct_encodings))
     return net.eval()
 
@@ -128,16 +154,29 @@ def randomise(module):
 def assert_same(out, expected, inputs, tol=1e-10):
     """Equal outputs, and equal gradients of all inputs for the same random weights of the outputs."""
     torch.testing.assert_close(out, expected, rtol=tol, atol=tol)
-    weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(9))
+    weight = torch.randn(
+        out.shape,
+        dtype=out.dtype,
+        generator=torch.Generator().manual_seed(9),
+    )
     options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
     gradients = torch.autograd.grad((out * weight).sum(), inputs, **options)
-    expected_gradients = torch.autograd.grad((expected * weight).sum(), inputs, **options)
+    expected_gradients = torch.autograd.grad(
+        (expected * weight).sum(),
+        inputs,
+        **options,
+    )
     torch.testing.assert_close(gradients, expected_gradients, rtol=tol, atol=tol)
 
 
 def gradients_of(loss, net):
     """The gradient of each parameter, zero where the loss does not depend on it."""
-    return torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, materialize_grads=True)
+    return torch.autograd.grad(
+        loss,
+        list(net.parameters()),
+        allow_unused=True,
+        materialize_grads=True,
+    )
 
 
 def pytest_collection_modifyitems(items):
@@ -201,7 +240,11 @@ def train(tmp_path, monkeypatch, capfd):
     """`train("pe=rope", ...)` runs the command line of train.py on a small corpus and model, within this process."""
     monkeypatch.setattr(page, "html", lambda *_: "")  # it takes as long as all else: REPORT, where it matters
     corpus = write_knots(tmp_path / "corpus")
-    own = [f"runs_dir={tmp_path / 'runs'}", f"data.files={corpus}/*.txt", f"data.cache_dir={tmp_path / 'cache'}"]
+    own = [
+        f"runs_dir={tmp_path / 'runs'}",
+        f"data.files={corpus}/*.txt",
+        f"data.cache_dir={tmp_path / 'cache'}",
+    ]
 
     def complete(*arguments: str) -> list[str]:
         given = {argument.split("=")[0] for argument in arguments}
@@ -223,20 +266,31 @@ def train(tmp_path, monkeypatch, capfd):
     return run
 
 
+@pytest.fixture
+def trained(train):
+    """`trained("pe=rope", ..., name="mine")` is the folder of a run that has ended well."""
+
+    def run(*options: str, name: str = "run") -> Path:
+        outcome = train(*options, f"name={name}")
+        assert outcome.code == 0, outcome.err
+        return train.runs / name
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def finished() -> dict[tuple[str, ...], Path]:
     return {}
 
 
 @pytest.fixture
-def straight(train, finished, tmp_path_factory):
+def straight(trained, finished, tmp_path_factory):
     """`straight("pe=rope", ...)` is the run of these options from start to end, made only once."""
 
     def run(*options: str) -> Path:
         if options not in finished:
-            assert train(*options, "name=straight").code == 0
             folder = tmp_path_factory.mktemp("straight")
-            finished[options] = (train.runs / "straight").rename(folder / "run")
+            finished[options] = trained(*options, name="straight").rename(folder / "run")
         return finished[options]
 
     return run

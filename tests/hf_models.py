@@ -44,7 +44,12 @@ def network(pretrained) -> GPT:
     """Our network with the weights of a model of transformers."""
     said = pretrained.describe()
     cfg = GPTConfig(**said["model"])
-    net = GPT(cfg, said["pe"], vocab_size=said["vocab_size"], train_len=said["train_len"])
+    net = GPT(
+        cfg,
+        said["pe"],
+        vocab_size=said["vocab_size"],
+        train_len=said["train_len"],
+    )
     net.load_state_dict(pretrained.state_dict())
     return net.eval()
 
@@ -59,7 +64,11 @@ def exported(net, pe, folder: Path, **options):
 
 
 def tokens(length: int) -> torch.Tensor:
-    return torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        VOCAB,
+        (2, length),
+        generator=torch.Generator().manual_seed(1),
+    )
 
 
 def edit(folder: Path, **changes) -> None:

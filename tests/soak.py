@@ -1,11 +1,10 @@
 """Kill a run at random moments, start it again each time, and compare its end with that of a run left alone.
 
-OMP_NUM_THREADS=1 python -m tests.soak kills=50 data=flip_flop model.dropout=0.1 trainer=ddp processes=2 > soak.md
+OMP_NUM_THREADS=1 python -m tests.soak kills=50 data=flip_flop model.dropout=0.1 > soak.md
 
 A quarter of the SIGKILLs come while the process starts, a quarter just before a write to the disk, the others at any
-time. They hit rank zero; the other ranks must end with it. A run that comes to its
-end is compared, and the next one begins in its place. The other keys are those of train.py; overwrite=true is always
-among them. Prints a report; exits with 1 if anything differs, or is left over.
+time. A run that comes to its end is compared, and the next one begins in its place. The other keys are those of
+train.py; overwrite=true is always among them. Prints a report; exits with 1 if anything differs, or is left over.
 
 Processes are forked with the libraries imported, which take most of the time of a start and write nothing.
 """
@@ -28,7 +27,7 @@ from ropewalk.training.provenance import provenance
 
 sys.path.append(str(Path(__file__).parent))  # as pytest does
 from differences import contents, differences
-from process_helpers import On, kill, start, start_ranks
+from process_helpers import On, kill, start
 
 # What writes: rows, checkpoints, JSON files and weights, all of which are synced and then renamed.
 WRITES = ("ropewalk.app.run_dir:append", "torch:save", "os:fsync", "os:replace")
@@ -47,42 +46,25 @@ def draw(rng: random.Random, seconds: float, starting: float) -> tuple[float | N
     return rng.uniform(0, starting if kind == "start" else seconds), None
 
 
-def live(
-    overrides: list[str], run: Path, processes: int = 1, delay: float | None = None, action: On | None = None
-) -> bool:
-    """Start train.py on `run`, kill its rank zero after the `delay` or by its `action`; False: it ended before.
+def ends_before(overrides: list[str], run: Path, delay: float | None = None, action: On | None = None) -> bool:
+    """Start train.py on `run`, kill it after the `delay` or by its `action`; True: it ended before.
 
-    ConfigError: it ended by itself, but not well; or a process that it had started outlives it.
+    ConfigError: it ended by itself, but not well.
     """
-    arguments = [*overrides, f"runs_dir={run.parent}", f"name={run.name}", "overwrite=true"]
-    rows_before = rows_text(run)
-    with tempfile.TemporaryDirectory() as said:
-        if processes == 1:
-            ranks = [start(arguments, action, f"{said}/0")]
-        else:
-            ranks = start_ranks(arguments, Path(said), action, *[None] * (processes - 1))
-        first, *others = ranks
-        first.join(delay)
-        first.kill()
-        first.join()
-        # Ranks that have not met yet wait for each other for minutes: torchrun would end them.
-        have_met = rows_text(run) != rows_before
-        for process in others:
-            process.join(600 if have_met else 10)
-            outlives = process.is_alive()
-            process.kill()
-            if have_met and outlives:
-                raise ConfigError("a process outlived rank zero by ten minutes")
-        if first.exitcode not in (0, -signal.SIGKILL):
-            text = "".join(path.read_text() for path in sorted(Path(said).iterdir()))
-            raise ConfigError(f"train.py ended with {first.exitcode}: {text}")
-        return first.exitcode != 0
-
-
-def rows_text(run: Path) -> str:
-    """What metrics.jsonl says so far."""
-    rows = run / "metrics.jsonl"
-    return rows.read_text() if rows.exists() else ""
+    arguments = [
+        *overrides,
+        f"runs_dir={run.parent}",
+        f"name={run.name}",
+        "overwrite=true",
+    ]
+    with tempfile.NamedTemporaryFile("r") as said:
+        process = start(arguments, action, said.name)
+        process.join(delay)
+        process.kill()
+        process.join()
+        if process.exitcode not in (0, -signal.SIGKILL):
+            raise ConfigError(f"train.py ended with {process.exitcode}: {said.read()}")
+    return process.exitcode == 0
 
 
 def compare(straight: Path, killed: Path) -> list[str]:
@@ -96,9 +78,9 @@ def compare(straight: Path, killed: Path) -> list[str]:
 
 @program("soak")
 def main(composed: DictConfig) -> None:
-    kills, processes = composed.kills, composed.processes
+    kills = composed.kills
     rng = random.Random(composed.kill_seed)
-    own = ("kills=", "kill_seed=", "processes=")
+    own = ("kills=", "kill_seed=")
     overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith(own)]
     wrong: list[str] = []
     steps: list[int] = []  # of the newest checkpoint at each kill
@@ -106,14 +88,14 @@ def main(composed: DictConfig) -> None:
         straight = Path(folder, "runs", "straight")
         start(["--version"]).join()  # the server imports all libraries once, which is no part of a start
         began = time.monotonic()
-        live(overrides, straight, processes)
+        ends_before(overrides, straight)
         seconds = time.monotonic() - began
         starting = (seconds - json.loads((straight / "training.json").read_text())["seconds"]) / 2
         runs = 0
         while len(steps) < kills:
             killed = straight.with_name(f"killed-{runs}")
             moment = draw(rng, seconds, starting)
-            while live(overrides, killed, processes, *moment):
+            while not ends_before(overrides, killed, *moment):
                 steps.append(max(steps_in(killed / "checkpoints"), default=0))
                 print(f"kill {len(steps)} of {kills}: newest checkpoint of step {steps[-1]}", file=sys.stderr)
                 # After the last kill it is left alone.

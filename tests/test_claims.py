@@ -1,152 +1,158 @@
 """docs/log/claims.md: computed again from the printed numbers, and complete."""
 
 import re
-from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from conftest import ROOT
 from scipy import stats
 
-ROOT = Path(__file__).resolve().parents[1]
+from ropewalk.evaluation.statistics import holm
+
 RESULTS = (ROOT / "docs/results.md").read_text()
 CLAIMS_TEXT = (ROOT / "docs/log/claims.md").read_text()
 README = (ROOT / "README.md").read_text()
-NUMBER = r"([+-]?)(\d+\.\d+)\s±\s(\d+\.\d+)"
+NUMBER = re.compile(r"[+-]?\d+\.\d+\s±\s\d+\.\d+")
 FREEDOM = {"1": 127, "3": 2, "5": 4}
+SEEDS = {"large": "1", "standard": "3"}  # where the table has no such column
 TOLERANCE = 0.02
 
 
+class Number(NamedTuple):
+    """A value with its interval of 95 % as printed, which counts with its rounding against a claim."""
+
+    text: str
+    seeds: str
+
+    @property
+    def value(self):
+        return float(self.text.split()[0])
+
+    @property
+    def rounding(self):
+        """Half of the last digit."""
+        digits = self.text.split()[0].partition(".")[2]
+        return 0.5 * 10.0 ** -len(digits)
+
+    @property
+    def error(self):
+        half = float(self.text.split()[2])
+        return (half + self.rounding) / stats.t.ppf(0.975, FREEDOM[self.seeds])
+
+    def p_of_zero(self):
+        least = max(abs(self.value) - self.rounding, 0)
+        return 2 * stats.t.sf(least / self.error, FREEDOM[self.seeds])
+
+    def p_of_loss(self, of_gain):
+        """One-sided, of a loss of TOLERANCE or more. A gain is a loss with its sign changed."""
+        loss = -self.value if of_gain else self.value
+        most = loss + self.rounding
+        return stats.t.sf((TOLERANCE - most) / self.error, FREEDOM[self.seeds])
+
+    def is_printed_as(self, other):
+        """Whether another number, rounded as this one and without a sign, is the same."""
+        digit = 2 * self.rounding
+        _, _, half = self.text.split()
+        _, _, other_half = other.text.split()
+        is_same_value = abs(abs(other.value) - abs(self.value)) <= 0.51 * digit
+        return is_same_value and abs(float(other_half) - float(half)) <= 0.51 * digit
+
+
 def section(text, heading):
-    return re.split(r"\n##+ ", re.split(rf"\n##+ {re.escape(heading)}\n", text)[1])[0]
+    _, rest = re.split(rf"\n##+ {re.escape(heading)}\n", text)
+    return re.split(r"\n##+ ", rest)[0]
 
 
 def rows(text):
     """The rows of the first table, by column."""
-    lines = [line.strip().removeprefix("|").removesuffix("|") for line in text.splitlines() if line.startswith("|")]
-    header, _, *cells = [[cell.strip() for cell in line.split("|")] for line in lines]
-    return [dict(zip(header, line, strict=True)) for line in cells]
-
-
-def parse(text):
-    """Value, half width, and the half of the last printed digit."""
-    sign, value, half = re.fullmatch(NUMBER, text).groups()
-    return float(sign + value), float(half), 0.5 * 10.0 ** -len(value.split(".")[1])
-
-
-def p_value(text, freedom):
-    value, half, rounding = parse(text)
-    error = (half + rounding) / stats.t.ppf(0.975, freedom)
-    return 2 * stats.t.sf(max(abs(value) - rounding, 0) / error, freedom)
-
-
-def holm(p, others):
-    """The adjusted p-value of `p`, of a family of `others` and itself: the largest on the way to it."""
-    adjusted = 0.0
-    family = sorted([p, *others])
-    for rank, smaller in enumerate(family[: family.index(p) + 1]):
-        adjusted = max(adjusted, smaller * (len(family) - rank))
-    return min(adjusted, 1.0)
+    table = text[text.index("\n|") :].strip().split("\n\n")[0]
+    header, _, *lines = table.splitlines()
+    columns = [cell.strip() for cell in header.split("|")[1:-1]]
+    found = []
+    for line in lines:
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        found.append(dict(zip(columns, cells, strict=True)))
+    return found
 
 
 def column_of(place, name, seeds):
-    """The number and the seeds of each row in a column; `seeds` where the table does not say how many there are."""
+    """The number of each row in a column; `seeds` where the table does not say how many there are."""
     text = (ROOT / f"docs/log/{place}.md").read_text()
-    lines = rows(text[text.index("|  |") :].split("\n\n")[0])
     column = {}
-    for line in lines:
-        if "±" in line[name]:
-            column[line[""]] = (line[name], line.get("seeds", seeds))
+    for row in rows(text[text.index("\n|  |") :]):
+        if "±" in row[name]:
+            column[row[""]] = Number(row[name], row.get("seeds", seeds))
     return column
 
 
-def within(number, freedom, *, of_gain):
-    """The one-sided p-value of a loss of TOLERANCE or more."""
-    value, half, rounding = parse(number)
-    # A gain is a loss with its sign changed.
-    loss = -value if of_gain else value
-    error = (half + rounding) / stats.t.ppf(0.975, freedom)
-    return stats.t.sf((TOLERANCE - loss - rounding) / error, freedom)
+def corrected(column):
+    """The p-value of each row that the difference is 0, by Holm's method."""
+    p_values = holm([number.p_of_zero() for number in column.values()])
+    return dict(zip(column, p_values, strict=True))
 
 
 def computed(claim):
-    freedom = FREEDOM[claim["seeds"]]
-    column = {}
-    if claim["table"]:  # else it is not printed
+    """The p-value of a claim."""
+    number = Number(claim["number"], claim["seeds"])
+    is_printed = bool(claim["table"])
+    if is_printed:
         column = column_of(claim["table"], claim["column"], claim["seeds"])
-        assert column[claim["row"]] == (claim["number"], claim["seeds"])
+        assert column[claim["row"]] == number
     if claim["test"] == "within":
-        return within(claim["number"], freedom, of_gain=claim["column"].startswith("gain"))
-    p = p_value(claim["number"], freedom)
-    if not column:
-        return min(p * int(claim["rows"]), 1.0)
-    assert int(claim["rows"]) == len(column)
-    others = []
-    for row, (number, seeds) in column.items():
-        if row != claim["row"]:
-            others.append(p_value(number, FREEDOM[seeds]))
-    return holm(p, others)
+        return number.p_of_loss(of_gain=claim["column"].startswith("gain"))
+    if not is_printed:
+        return min(number.p_of_zero() * int(claim["rows"]), 1.0)
+    assert len(column) == int(claim["rows"])
+    return corrected(column)[claim["row"]]
 
 
 def passing(condition):
     """The rows of a table for which one condition of a claim about all rows holds."""
     place, column_name, test = re.fullmatch(r"(.*), (.*): (.*)", condition).groups()
     column = column_of(place, column_name, SEEDS.get(place))
-    numbers = {row: (number, FREEDOM[seeds]) for row, (number, seeds) in column.items()}
     if test == "loses nothing":
-        return [row for row, of_row in numbers.items() if within(*of_row, of_gain=True) <= 0.05]
+        return [row for row, number in column.items() if number.p_of_loss(of_gain=True) <= 0.05]
     sign = {"gains": 1, "is better": -1}[test]
-    p_values = {row: p_value(*of_row) for row, of_row in numbers.items()}
-    found = []
-    for row, p in p_values.items():
-        others = [other for name, other in p_values.items() if name != row]
-        if sign * parse(numbers[row][0])[0] > 0 and holm(p, others) <= 0.05:
-            found.append(row)
-    return found
+    p_values = corrected(column)
+    return [row for row, number in column.items() if sign * number.value > 0 and p_values[row] <= 0.05]
 
 
 CLAIMS = rows(CLAIMS_TEXT.split("\n## ")[0])
 ABOUT_ALL_ROWS = rows(section(CLAIMS_TEXT, "Claims about all rows"))
-SEEDS = {"large": "1", "standard": "3"}  # where the table has no such column
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim['claim']}, {claim['seeds']} seeds")
 def test_a_claim_has_the_p_value_that_follows_from_its_table(claim):
     p = computed(claim)
-    shown = "< 0.001" if p < 0.001 else f"{p:.3f}"
-    assert (claim["p"], claim["stands"]) == (shown, "yes" if p <= 0.05 else "no")
+
+    assert claim["p"] == ("< 0.001" if p < 0.001 else f"{p:.3f}")
+    assert claim["stands"] == ("yes" if p <= 0.05 else "no")
 
 
 @pytest.mark.parametrize("claim", ABOUT_ALL_ROWS, ids=lambda claim: claim["claim"])
 def test_a_claim_about_all_rows_names_those_that_meet_its_conditions_and_no_others(claim):
     first, *others = [passing(condition) for condition in claim["conditions"].split("; ")]
     found = [row for row in first if all(row in other for other in others)]
-    assert ", ".join(found or ["none"]) == claim["for"]
+
+    assert claim["for"] == ", ".join(found or ["none"])
 
 
 def test_every_number_of_the_conclusions_is_a_claim_with_a_test():
-    claimed = [parse(claim["number"]) for claim in CLAIMS]
+    claimed = [Number(claim["number"], claim["seeds"]) for claim in CLAIMS]
     summary = README[: README.index("## What you get")]
     # A table that is made of results and the output of an example claim nothing.
     summary = re.sub(r"<!-- made by.*?<!-- end -->|```.*?```", "", summary, flags=re.DOTALL)
-    for text in (section(RESULTS, "Conclusions"), summary):
-        for _, value, half in re.findall(NUMBER, text):
-            unit = 10.0 ** -len(value.split(".")[1])
-            assert any(
-                abs(abs(mean) - float(value)) <= 0.51 * unit and abs(width - float(half)) <= 0.51 * unit
-                for mean, width, _ in claimed
-            ), f"{value} ± {half} has no test"
+    for text in NUMBER.findall(section(RESULTS, "Conclusions") + summary):
+        number = Number(text, "1")
+        assert any(number.is_printed_as(other) for other in claimed), f"{text} has no test"
 
 
 def test_every_number_of_the_answer_is_a_claim_or_cited():
     """The README's first table has no intervals: each number stands with one in claims.md, or on a page of the log."""
-    claimed = {abs(parse(claim["number"])[0]) for claim in CLAIMS}
+    claimed = {abs(Number(claim["number"], "1").value) for claim in CLAIMS}
     cited = " ".join(page.read_text() for page in (ROOT / "docs/log").glob("*.md"))
     for line in README.split("## Try it")[0].splitlines():
         if line.startswith("|"):
             without_sources = re.sub(r"\]\(.*?\)", "", line)
             for number in re.findall(r"\b0\.\d{3}\b", without_sources):
                 assert float(number) in claimed or ("](" in line and number in cited), number
-
-
-def test_holm_by_hand():
-    assert holm(0.01, [0.04, 0.02]) == pytest.approx(0.03)
-    assert holm(0.03, [0.02, 0.01]) == pytest.approx(0.04)  # not less than a smaller one's

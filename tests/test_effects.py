@@ -24,30 +24,43 @@ def runs(**losses):
 
 
 def test_an_effect_is_a_weighted_sum_over_the_seeds_that_all_lines_have():
-    measured = runs(a={0: 3.0, 1: 3.2, 2: 3.1, 3: 9.0}, b={0: 2.0, 1: 2.6, 2: 2.3}, c={0: 1.0, 1: 1.0, 2: 1.1})
+    measured = runs(
+        a={0: 3.0, 1: 3.2, 2: 3.1, 3: 9.0},
+        b={0: 2.0, 1: 2.6, 2: 2.3},
+        c={0: 1.0, 1: 1.0, 2: 1.1},
+    )
     weights = {"a": 1, "b": -2, "c": 1}
     e = effects.effect(measured, 64, weights)
     by_seed = np.array([3.0 - 4.0 + 1.0, 3.2 - 5.2 + 1.0, 3.1 - 4.6 + 1.1])
     expected = stats.ttest_1samp(by_seed, 0)
+
     assert (e.seeds, e.value) == (3, pytest.approx(by_seed.mean()))
     assert e.half == pytest.approx(np.ptp(expected.confidence_interval(0.95)) / 2)
     assert effects.p_value(e) == pytest.approx(expected.pvalue)
+
     *_, row = effects.rows(measured, {"effect": (1, weights), "smaller": (1, {"a": 1, "c": -1})})
-    assert row.startswith("| smaller | 1x | 3 | +2.067 ± ")
+
+    assert row.startswith("| smaller | 64 tokens | 3 | +2.067 ± ")
 
 
-def test_effects_of_features_are_those_of_a_regression():
-    """On losses that are a sum of features and noise, the differences of means and the slope that numpy finds."""
-    rng = np.random.default_rng(0)
-    by_name = effects.of_features()
-    _, slopes = by_name["each feature more"]
-    counts = {line: round(16 * weight) + 2 for line, weight in slopes.items()}
-    losses = {line: 2 + 0.3 * counts[line] + 0.01 * rng.normal() for line in counts}
+def test_lines_of_several_training_lengths_have_no_common_multiple():
+    measured = runs(a={0: 3.0}, b={0: 2.0})
+    measured.results.loc[0, "train_len"] = 32
+
+    with pytest.raises(ValueError, match="unpack"):
+        effects.rows(measured, {"effect": (1, {"a": 1, "b": -1})})
+
+
+def test_effects_of_features_are_differences_of_means():
+    _, weights = effects.of_features()["length"]
+    noise = np.random.default_rng(0).normal(size=len(weights))
+    losses = dict(zip(weights, noise, strict=True))
     measured = runs(**{line: {0: loss} for line, loss in losses.items()})
-    slope, _ = np.polyfit([counts[line] for line in losses], list(losses.values()), 1)
-    assert effects.effect(measured, 64, slopes).value == pytest.approx(slope)
     for feature, word in (("length", "-32-"), ("norm", "true"), ("heads", "heads-one-"), ("window", "quarter")):
-        _, weights = by_name[feature]
+        _, weights = effects.of_features()[feature]
         with_it = np.mean([loss for line, loss in losses.items() if word in line])
         without = np.mean([loss for line, loss in losses.items() if word not in line])
-        assert effects.effect(measured, 64, weights).value == pytest.approx(with_it - without), feature
+
+        effect = effects.effect(measured, 64, weights)
+
+        assert effect.value == pytest.approx(with_it - without), feature

@@ -37,13 +37,16 @@ def test_every_experiment_has_samples(experiment, text):
     data = build_data(text if is_text else cfg.data)
     data.prepare()
     x, y = data.train_batch([0, 1], cfg.train_len, cfg.seed)
+
     assert x.shape == y.shape == (2, cfg.train_len)
 
     sets = data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=2)
+
     assert {part.length for part in sets} == set(cfg.lengths)
 
     for part in [*sets, data.validation(cfg.train_len, cfg.trainer.val_tokens)]:
         x, y = part.batch(0, 1)
+
         assert x.shape == (1, part.length)
         assert (y != IGNORE_INDEX).any()
         assert 0 <= x.min() <= x.max() < data.vocab_size
@@ -52,8 +55,10 @@ def test_every_experiment_has_samples(experiment, text):
 def test_data_with_an_experiment_of_their_own_name_take_it():
     """Beneath the command line, which wins, and not where another experiment is chosen."""
     own = train_values("experiment=markov")
+
     assert train_values("data=markov") == own
 
     own["trainer"]["max_steps"] = 5
+
     assert train_values("data=markov", "trainer.max_steps=5") == own
     assert train_values("data=markov", "experiment=quick")["trainer"]["max_steps"] == 100

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-import yaml
 from conftest import rows_of
 from hf_models import SIZES, hf_model
 from process_helpers import On
 from safetensors.torch import load_file
 
 import ropewalk
-import train as program
 from data.hf_tokenizer import BYTE_OF
 from ropewalk.app.init_from import train_values
 from ropewalk.app.run_dir import read_config
@@ -65,6 +63,7 @@ def refused(train):
 def test_two_extensions_keep_the_first_length(straight, extend):
     base = straight("pe=rope", "pe.base=500", "model.n_layer=2")
     first, said = extend(base, "pe=yarn", "pe.scale=2", "train_len=32", "eval.lengths=[0.5,1]")
+
     assert "scale 2" in said.split("original length 16")[0]  # beyond original_len the scale is at work
 
     second, _ = extend(first, "pe=yarn", "pe.scale=4", "train_len=64", "eval.lengths=[0.5,1]", name="second")
@@ -73,6 +72,7 @@ def test_two_extensions_keep_the_first_length(straight, extend):
         assert (config["pe"]["base"], config["pe"]["original_len"]) == (500, 16)
         assert config["model"]["n_layer"] == 2
     scales = {e.variant.scale for e in load_all(second) if e.step}
+
     assert scales == {4.0}
 
 
@@ -85,12 +85,11 @@ def losses(run: Path, step: int) -> dict[str, list]:
     return found
 
 
-def test_a_run_measures_the_model_it_starts_from_once(straight, train, monkeypatch):
+def test_a_run_measures_the_model_it_starts_from_once(straight, train, trained, monkeypatch):
     """As that model reads, and by the run's encoding: what a run of 0 steps measures of the same weights."""
     yarn = f"init_from={straight('pe=rope')}", "train_len=32", "eval.lengths=[1,2]", "pe=yarn", "pe.scale=2"
-    assert train(*yarn, "eval.variants=[rope]", "trainer.max_steps=0", "name=none").code == 0
+    none = trained(*yarn, "eval.variants=[rope]", "trainer.max_steps=0", name="none")
 
-    none = train.runs / "none"
     assert read_json(none / "model.json")["original_len"] == 16  # without a step it stays
 
     child = train.runs / "child"
@@ -98,6 +97,7 @@ def test_a_run_measures_the_model_it_starts_from_once(straight, train, monkeypat
         On("train:Training.fit", 1, partial(sys.exit, 9))(patch.setattr)
         assert train(*yarn, "name=child").code == 9
     before = load_all(child)
+
     assert losses(child, step=0) == losses(none, step=0)
 
     for e in before:
@@ -105,6 +105,7 @@ def test_a_run_measures_the_model_it_starts_from_once(straight, train, monkeypat
         assert [m.length for m in e.measured] == [16, 32, 64]  # the model's own training length first
 
     resumed = train(*yarn, "name=child")
+
     assert resumed.out.count("measuring lengths") == 1, resumed.err  # after the last step
     assert [e for e in load_all(child) if not e.step] == before
 
@@ -117,11 +118,23 @@ def test_positions_without_parameters_can_be_dropped(straight, extend, refused):
     base = straight(*HYBRID, "pe.global.pe=rope")
     child, _ = extend(base, *HYBRID, "pe.local.window=4")
     parts = read_config(child)["pe"]
+
     assert (parts["local"]["name"], parts["global"]["name"]) == ("rope", "nope")
     assert_same_weights(child, base)
 
     with_parameters = straight(*HYBRID, "pe.global.pe=fox")
+
     assert "cannot read weights trained with hybrid" in refused(with_parameters, *HYBRID, "pe.local.window=4")
+
+
+def test_another_vocabulary_of_the_same_size_is_refused(refused, straight, tmp_path):
+    """Of the bytes, in reverse."""
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {255 - byte}\n" for byte in range(256)]
+    (tmp_path / "v.tiktoken").write_text("".join(lines))
+
+    error = refused(straight("pe=rope"), f"data.tokenizer={tmp_path / 'v.tiktoken'}")
+
+    assert "a vocabulary of 257 tokens, the data another one of 257" in error
 
 
 @pytest.mark.parametrize(
@@ -139,60 +152,24 @@ def test_what_does_not_fit_is_refused(refused, straight, options, message):
     assert message in refused(straight("pe=rope"), *options)
 
 
-def test_another_vocabulary_of_the_same_size_is_refused(refused, straight, tmp_path):
-    """Of the bytes, in reverse."""
-    vocabulary = tmp_path / "v.tiktoken"
-    with vocabulary.open("wb") as file:
-        for byte in range(256):
-            token = base64.b64encode(bytes([byte]))
-            file.write(b"%s %d\n" % (token, 255 - byte))
-    error = refused(straight("pe=rope"), f"data.tokenizer={vocabulary}")
-    assert "a vocabulary of 257 tokens, the data another one of 257" in error
-
-
-OWN_FILES = {
-    "experiment/sharp.yaml": "# @package _global_\npe: {base: 10000.0}\n",
-    "experiment/long.yaml": "# @package _global_\ndefaults: [sharp, _self_, override /pe: yarn]\npe: {scale: 2.0}\n",
-    "pe/mine.yaml": "defaults: [yarn, _self_]\nname: mine\nscale: 2.0\n",
-}
-
-
-@pytest.mark.parametrize("place", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
-def test_choices_of_the_user_s_own_files_count(train, straight, script, tmp_path, place):
-    """Of an experiment outside of conf/, by way of the lists of defaults, and of a group of theirs."""
-    for name, text in OWN_FILES.items():
-        path = tmp_path / "mine" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    base = straight("pe=rope", "pe.base=500")
-    options = [f"init_from={base}", "train_len=32", "eval.lengths=[0.5,1]", place.format(tmp_path / "mine")]
-
-    def composed(*choices):
-        shown = script(program, *train.complete(*options, *choices), "--cfg", "job").out
-        pe = yaml.safe_load(shown)["pe"]
-        return [pe[key] for key in ("name", "base", "scale", "original_len")]
-
-    # A chosen base wins, though it is yarn.yaml's own.
-    assert composed("experiment=long") == ["yarn", 10_000.0, 2.0, 16]
-    assert composed("experiment=long", "pe.base=700") == ["yarn", 700.0, 2.0, 16]
-    assert composed("pe=mine") == ["mine", 500.0, 2.0, 16]
-
-
 def test_a_pattern_is_extended_part_by_part(train, straight):
     """The local part keeps its window too, though hybrid.yaml has another."""
     parts = ["pe=hybrid", "pe.local.pe=rope", "pe.local.window=4", "pe.global.pe=rope", "+pe.global.base=500.0"]
     base = straight(*parts, "model.n_layer=4")
     longer = ["train_len=32", "eval.lengths=[0.5,1]", "pe=hybrid", "pe.global.pe=yarn", "+pe.global.scale=2.0"]
     pe = train_values(*train.complete(f"init_from={base}", *longer))["pe"]
+
     assert pe["local"] == read_config(base)["pe"]["local"]
 
     inherited = {"base": 500.0, "scale": 2.0, "original_len": 16}
+
     assert pe["global"] == pe["global"] | inherited
 
 
 def test_init_partial_names_the_weights_that_are_new(straight, extend):
     base = straight("pe=rope")
     child, said = extend(base, "init_partial=true", "pe=cope", "model.n_layer=2")
+
     assert "initialised at random: blocks.0.position.table, blocks.1.attn.out.weight, " in said
     assert_same_weights(child, base)
 
@@ -203,14 +180,16 @@ COPE = ("pe=cope", "pe.npos_max=20")
 def test_an_extension_begins_where_the_base_model_ended(straight, extend):
     base = straight(*COPE)
     child, _ = extend(base)
+
     assert read_config(child)["pe"]["npos_max"] == 20  # inherited with the encoding
     assert_same_weights(child, base)
 
     loss = rows_of(base)[-1]["val/loss"]
+
     assert rows_of(child)[-1]["val/loss"] == pytest.approx(loss, rel=1e-6)
 
 
-def test_the_optimizer_goes_on(straight, extend, refused):
+def test_the_optimizer_goes_on(straight, extend):
     """Where AdamW's averages hardly change in a step, they are those of the first run, and it counts its steps."""
     base = straight(*COPE)
     child, _ = extend(base, "init_optimizer=true", "optim.beta1=0.999999999", "optim.beta2=0.999999999")
@@ -220,16 +199,12 @@ def test_the_optimizer_goes_on(straight, extend, refused):
         expected = value + 1 if name.endswith("/step") else value
         torch.testing.assert_close(after[name], expected, rtol=1e-5, atol=1e-9)
 
-    shutil.rmtree(child / "checkpoints")
-    assert f"{child.name} has none" in refused(child, "init_optimizer=true")
 
-
-def test_a_run_carries_the_vocabulary_trained_for_it(train, extend, tmp_path):
+def test_a_run_carries_the_vocabulary_trained_for_it(train, trained, extend, tmp_path):
     """So it is read, and extended, when the corpus, and what was prepared of it, are gone."""
-    assert train("data.tokenizer=train:268", "name=base").code == 0
-
-    base = train.runs / "base"
+    base = trained("data.tokenizer=train:268", name="base")
     ids = ropewalk.load(base).encode("knots in a rope").tolist()
+
     assert len(ids) < 10
 
     for i, path in enumerate(sorted(train.corpus.iterdir())):
@@ -267,12 +242,14 @@ def test_a_model_of_transformers_is_read_as_it_is(train, script, monkeypatch, tm
     assert outcome.code == 0, outcome.err
 
     evaluations = load_all(tmp_path / "runs" / "llama-rope-16")
+
     assert {(e.variant.label, e.step) for e in evaluations} == {("rope", 0), ("ntk at scale 2", 0)}
 
     model = ropewalk.load(folder, cache_dir=str(tmp_path))
     idx = torch.tensor([[*b"a rope walk"]])
     with torch.no_grad():
         expected = theirs(idx).logits[0]
+
     torch.testing.assert_close(model.logits("a rope walk"), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -283,20 +260,24 @@ def test_beginning_with_a_model_of_transformers(extend, tmp_path):
     """
     theirs, folder = small_llama(tmp_path / "llama", vocab_size=258)
     child, said = extend(folder, "pe=yarn", "pe.scale=2", "train_len=32")
+
     assert "experiment=extend" in said
     assert train_values(f"init_from={folder}")["optim"]["lr"] == 3e-4  # not the one of a training from scratch
 
     pe = read_config(child)["pe"]
+
     assert (pe["base"], pe["original_len"]) == (700.0, 16)
 
     expected = theirs.model.embed_tokens.weight.detach()
-    torch.testing.assert_close(weights(child)["embedding.weight"], expected, rtol=0, atol=1e-9)
+
+    torch.testing.assert_close(
+        weights(child)["embedding.weight"],
+        expected,
+        rtol=0,
+        atol=1e-9,
+    )
 
     (tmp_path / "llama" / "tokenizer.json").unlink()
     ids = ropewalk.load(child, cache_dir=str(tmp_path)).encode("a rope")
+
     assert ids.tolist() == [*b"a rope"]
-
-
-def test_a_model_without_an_embedding_of_the_end_of_a_text_is_refused(refused, tmp_path):
-    _, folder = small_llama(tmp_path / "small", vocab_size=257)
-    assert "has a vocabulary of 257 tokens, the data another one of 260" in refused(folder)

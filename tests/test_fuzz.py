@@ -1,23 +1,19 @@
-"""Any file of a finished run, damaged in any way, any option or argument of any value: a clear error or a result.
+"""Any file of a finished run, damaged in any way, any option of any value: a clear error or a result.
 
 Nothing outside of the run is read or written through it, and no command passes over what it needs.
 """
 
 import functools
-import gzip
 import json
-import math
 import operator
 import os
 import random
 import shutil
 from functools import partial
-from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from conftest import REPORT, ROOT, snapshot
+from conftest import ROOT, snapshot
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
@@ -26,7 +22,6 @@ import train as program
 from conf.schema import Config, flatten
 from model.size import n_parameters
 from ropewalk.app.init_from import train_values
-from ropewalk.report import frame, page
 from scripts import evaluate, export, report, sample
 
 # What each command needs of a run: without it there is no result.
@@ -59,7 +54,11 @@ def fuzz(cases):
     """A test of `cases` random generators, always the same ones; ROPEWALK_FUZZ=500 tries so many."""
     number = int(os.environ.get("ROPEWALK_FUZZ", cases))
     # A generator of random numbers cannot be made simpler.
-    own = settings(max_examples=number, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    own = settings(
+        max_examples=number,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     generators = st.randoms(use_true_random=True)
     return lambda test: own(given(rng=generators)(test))
 
@@ -185,13 +184,14 @@ def test_what_a_command_needs_is_missed(commands, undamaged, train, damage):
         outcome = commands[command]()
 
         assert outcome.code == 2, (command, name)
+
         assert "error:" in outcome.err
         assert snapshot(run) == before, (command, name)
 
 
 @fuzz(25)
 def test_mutations(commands, undamaged, train, tmp_path, rng):
-    """One file of a run damaged: whoever needs it says so, and nobody else is disturbed."""
+    """One file of a run damaged: a clear error or a result, and a report on the other run."""
     run = train.runs / "whole"
     outside = tmp_path / "outside"
     for old in (run, outside, tmp_path / "out"):
@@ -211,45 +211,14 @@ def test_mutations(commands, undamaged, train, tmp_path, rng):
     outcome = commands[command]()  # an exception would be a traceback
 
     assert outcome.code in (0, 2)
+
     assert "Traceback" not in outcome.out + outcome.err
+    assert (outcome.code == 2) == ("error:" in outcome.err)
     assert snapshot(outside) == before
 
-    is_needed = name in NEEDS[command]
     if command == "report":  # on the other run, whatever this one holds
         assert outcome.code == 0
         assert "beside" in (tmp_path / "page").read_text()
-    elif outcome.code == 2:
-        assert "error:" in outcome.err
-    elif how == flip:
-        assert not (is_needed and name in FIGURES)
-    elif how != retype and (how, name) != ("delete", "training.json"):
-        # Deleting the latter makes the run unfinished.
-        assert not is_needed
-
-
-@pytest.fixture
-def rows(straight, tmp_path, monkeypatch):
-    """The rows of somebody else's file of results; in the folder "runs" lies a run of ours."""
-    monkeypatch.setattr(page, "html", REPORT)
-    shutil.copytree(straight("pe=rope"), tmp_path / "runs" / "mine")
-    archive = tmp_path / "theirs.jsonl.gz"
-    frame.save(archive, [straight("pe=rope", "seed=1")])
-    return gzip.decompress(archive.read_bytes())
-
-
-@fuzz(20)
-def test_archives(rows, script, tmp_path, rng):
-    """Whatever somebody else's file of results holds, there is a report on the other runs."""
-    damage = rng.choice([retype, retype, flip, truncate])
-    kind = rng.choice(["html", "csv", "md"])
-    note(f"{kind} after {damage}")
-    theirs = tmp_path / "theirs.jsonl.gz"
-    theirs.write_bytes(gzip.compress(damage(rows, rng)))
-    folders = f"folders=[{tmp_path / 'runs'},{theirs}]"
-    outcome = script(report, folders, f"format={kind}", f"out={tmp_path / 'page'}")
-    assert outcome.code == 0
-    assert "Traceback" not in outcome.err
-    assert "rope" in (tmp_path / "page").read_text()
 
 
 # Values as they stand on a command line: of every type, beyond every limit, and what a parser, a path or a terminal may
@@ -343,80 +312,14 @@ def test_any_option_of_any_value_is_an_error_or_a_run(quick, tmp_path, monkeypat
 
     said = outcome.out + outcome.err
     assert outcome.code in (0, 2)
+
     assert "Traceback" not in said
     assert "\x1b" not in said
     assert (outcome.code == 2) == ("error: " in outcome.err)
+
     files = {path.name for path in tmp_path.iterdir()}
+
     assert files <= {"runs", "cache", "corpus", "here", pipe.name}
+
     if not any("runs_dir" in argument or "cache_dir" in argument for argument in arguments):
         assert not list(here.iterdir())
-
-
-OTHERS = [
-    None, True, -1, 0, 0.5, 3, 2**70, math.nan, math.inf,
-    "", "x", "rope", "../up", "\0", b"x",
-    [], [1], {}, {"name": "rope"},
-    Path("/dev/null"), object(), torch.zeros(2), torch.device("meta"),
-]  # fmt: skip
-DTYPES = [torch.float32] * 20 + [torch.int64, torch.bfloat16, torch.complex64]
-
-
-def odd(rng, *right):
-    """One of these, or rarely anything."""
-    return rng.choice(right if rng.random() < 0.7 else OTHERS)
-
-
-def odd_tensor(rng, *sizes):
-    """A tensor of these sizes, of which some may be others, of any dtype, on a device or another."""
-    sizes = [rng.choice([size] * 20 + [0, 1, size + 1]) for size in sizes]
-    if rng.random() < 0.03:
-        sizes.append(3)
-    device = rng.choice(["cpu"] * 20 + ["meta"])
-    return torch.zeros(sizes, device=device).to(rng.choice(DTYPES))
-
-
-def attend(rng):
-    """Build an encoding, and let it attend."""
-    name = rng.choice(ropewalk.encodings())
-    key, value = rng.choice([("scale", 2.0), ("base", 500.0), ("window", 4)])
-    options = rng.choice([{}, {key: odd(rng, value)}])
-    sizes = {
-        "n_head": odd(rng, 2),
-        "n_kv_head": odd(rng, None, 1),
-        "head_dim": odd(rng, 8),
-        "dim": odd(rng, None),
-        "train_len": odd(rng, 16),
-    }
-    pe = ropewalk.encoding(name, **sizes, seed=odd(rng, 0), **options)
-    q = odd_tensor(rng, 1, pe.n_head, 6, pe.head_dim)
-    k = odd_tensor(rng, 1, pe.n_kv_head, 6, pe.head_dim)
-    v = odd_tensor(rng, 1, pe.n_kv_head, 6, pe.head_dim)
-    x = rng.choice([None, odd_tensor(rng, 1, 6, 16)])
-    out = ropewalk.attend(pe, q, k, v, x, embedded=odd(rng, True))
-    assert out.shape == (1, pe.n_head, 6, pe.head_dim)
-
-
-@fuzz(40)
-def test_the_python_interface(straight, rng):
-    """Only ValueError or OSError, as its docstrings say; TypeError is Python's for what is no argument at all."""
-    run = straight("pe=rope")
-    model = ropewalk.load(run)
-    calls = {  # what is right for the first argument, and for those with a name
-        ropewalk.load: (run, {"step": [None, 2], "pe": [None, "yarn"], "device": ["cpu"]}),
-        ropewalk.runs: (run, {"only": ["*", ["*"]], "exclude": ["x"], "reference": ["rope"]}),
-        ropewalk.curves: (run, {"only": ["*"], "exclude": [[]]}),
-        model.encode: ("knots", {}),
-        model.logits: ("knots", {}),
-        model.generate: ("knots", {"max_new_tokens": [3], "temperature": [1.0], "seed": [1], "top_k": [None, 2]}),
-    }
-    call = rng.choice([attend, attend, *calls])
-    note(call)
-    try:
-        if call is attend:
-            attend(rng)
-        else:
-            first, named = calls[call]
-            options = {name: odd(rng, *values) for name, values in named.items()}
-            call(odd(rng, first), **options)
-    except (ValueError, OSError) as error:
-        note(error)

@@ -132,11 +132,10 @@ def test_of_three_batches_of_an_evaluation_one_process_has_two(train, job, strai
 
 
 @pytest.mark.parametrize("portions", [2, 4])
-def test_each_scored_token_weighs_the_same(train, straight, portions):
+def test_each_scored_token_weighs_the_same(trained, straight, portions):
     """However many of them are in each portion of a batch."""
     options = "pe=rope", "data=flip_flop", "trainer.max_steps=1"
-    assert train(*options, f"trainer.grad_accum_steps={portions}", "name=portions").code == 0
-    (row,) = rows_of(train.runs / "portions")
+    (row,) = rows_of(trained(*options, f"trainer.grad_accum_steps={portions}"))
     (expected,) = rows_of(straight(*options))
 
     assert row == pytest.approx(expected, rel=1e-6)

@@ -1,9 +1,6 @@
 """A sweep: its jobs are the runs one by one, mistakes end it before any work, failures are named and skipped."""
 
-import os
 import signal
-import sys
-import time
 from functools import partial
 
 import pytest
@@ -13,7 +10,6 @@ from process_helpers import On, power_cut
 from ropewalk.app.run_dir import read_config
 from ropewalk.app.sweep import plan
 from ropewalk.evaluation.results import load_all
-from ropewalk.training.distributed import die_with_parent
 
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
 ROW = "ropewalk.app.run_dir:append"  # called five times in a run: call 8 is for step 3 of the second
@@ -28,17 +24,18 @@ def losses(run) -> list:
     return [m.nats for e in load_all(run) for m in e.measured]
 
 
-def test_each_job_is_the_run_that_it_would_be_alone(train):
+def test_each_job_is_the_run_that_it_would_be_alone(train, trained):
     outcome = train("pe=rope,yarn", "name=mine", *SHORT, "-m")
     assert outcome.code == 0, outcome.err
+
     assert runs_in(train.runs) == ["mine-pe=rope", "mine-pe=yarn"]
     assert "[1/2] mine-pe=rope: done; 1 left" in outcome.out
     assert "sweep: 2 of 2 runs are complete" in outcome.out
     assert f"python scripts/report.py 'folders=[{train.runs}]'" in outcome.out
 
-    assert train("pe=yarn", "name=alone", *SHORT).code == 0
+    alone = trained("pe=yarn", *SHORT, name="alone")
     of_sweep = train.runs / "mine-pe=yarn"
-    alone = train.runs / "alone"
+
     assert read_config(of_sweep) == read_config(alone) | {"name": "mine-pe=yarn"}
     assert rows_of(of_sweep) == rows_of(alone)
     assert losses(of_sweep) == losses(alone)
@@ -54,6 +51,7 @@ def test_a_stopped_sweep_is_continued(train, monkeypatch):
 
     outcome = train(*sweep)
     assert outcome.code == 0, outcome.err
+
     assert "[1/2] rope-text: complete\n" in outcome.out
     assert "continuing" in outcome.out
     assert outcome.out.count("validation loss") == 1  # no table of the complete one
@@ -64,6 +62,7 @@ def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
     On(ROW, 2, power_cut)(monkeypatch.setattr)
     outcome = train("pe=rope,nope", *SHORT, "-m")
     assert outcome.code == 1
+
     assert "[1/2] rope-text: failed: power cut" in outcome.err
     assert "in power_cut\n" in outcome.err  # where, since it is nobody's mistake
     assert "[2/2] nope-text: done" in outcome.out
@@ -84,15 +83,9 @@ def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
 def test_a_mistake_in_one_job_ends_the_sweep_before_any_work(train, line, message):
     outcome = train(*line.split(), "-m")
     assert outcome.code == 2
+
     assert message in outcome.err
     assert not train.runs.exists()
-
-
-def test_a_sweep_on_several_machines_is_refused(train, monkeypatch):
-    """Where torchrun has started one process on each, every one of them would run all jobs."""
-    for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": 2, "RANK": 0}.items():
-        monkeypatch.setenv(name, str(value))
-    assert "a job of a sweep is one process" in train("seed=0,1", "-m").err
 
 
 def test_what_varies_tells_runs_apart(train):
@@ -101,15 +94,18 @@ def test_what_varies_tells_runs_apart(train):
     planned = [run.path.name for run in plan(train.complete(*options))]
     none = "rope-text-trainer.max_steps=0"
     one = "rope-text-trainer.max_steps=1"
+
     assert planned == [none, f"{none}-s1", one, f"{one}-s1"]
 
 
 def test_an_experiment_may_say_what_is_swept():
     """The command line may narrow it. But for what is compared, the jobs are equal."""
     jobs = [run.cfg for run in plan(["experiment=compare", "seed=0", "runs_dir=nowhere"])]
+
     assert len({cfg.pe["name"] for cfg in jobs}) == len({cfg.name for cfg in jobs}) == len(jobs) >= 8
 
     compared = {"pe": True, "name": True, "eval": {"variants"}}
+
     assert len({str(cfg.model_dump(exclude=compared)) for cfg in jobs}) == 1
 
 
@@ -120,28 +116,7 @@ def test_jobs_in_parallel(train):
     sweep = ["pe=rope", "optim.lr=0.001,1e38", "name='${pe.name}-${optim.lr}'", *infinite, *SHORT, "-m"]
     outcome = train(*sweep, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     assert outcome.code == 1
+
     assert "[2/2] rope-1e+38: failed: " in outcome.err
     assert "step 6/6" not in outcome.out  # two would print at once
     assert "step 6/6" in (train.runs / ".sweep" / "1.log").read_text()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot tell a process of its parent's end")
-@pytest.mark.parametrize("late", [False, True])
-def test_a_job_ends_with_the_sweep_that_started_it(late):
-    """However, and whenever, the sweep ends: joblib's workers would go on to the end of their jobs."""
-    reader, writer = os.pipe()
-    sweep = os.fork()
-    if not sweep:
-        sweep = os.getpid()
-        if not os.fork():  # a worker
-            os.write(writer, b"x")
-            while late and os.getppid() == sweep:
-                time.sleep(0.01)
-            die_with_parent(sweep)
-        time.sleep(600)
-    assert os.read(reader, 1) == b"x"
-
-    os.close(writer)
-    os.kill(sweep, signal.SIGKILL)
-    os.waitpid(sweep, 0)
-    assert os.read(reader, 1) == b""  # the last that could write to it is gone

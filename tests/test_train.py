@@ -25,13 +25,16 @@ def test_the_files_of_a_run(train, monkeypatch):
 
     run = train.runs / "yarn-text"
     config = read_config(run)
+
     assert config["trainer"]["max_steps"] == 6
     assert config["pe"]["original_len"] == 16  # resolved
 
     (start,) = read_environment(run).starts
+
     assert start["torch"] == torch.__version__
 
     rows = rows_of(run)
+
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]  # log_every=2, val_every=3
     assert [row["step"] for row in rows if "val/loss" in row] == [3, 6]
     assert set(rows[0]) == {"step", "tokens", "train/loss", "lr", "grad_norm"}
@@ -39,9 +42,11 @@ def test_the_files_of_a_run(train, monkeypatch):
 
     lengths = [8, 16, 32, 64, 128]
     measured = {e.variant.label: [m.length for m in e.measured] for e in load_all(run)}
+
     assert measured == {"yarn at scale 1": lengths, "yarn at scale 4": lengths}
 
     training = read_json(run / "training.json")
+
     assert training["tokens"] == 6 * 64
     assert training["validation"]["loss"] == rows[-1]["val/loss"]
     assert training["tokens_per_s"] > 0
@@ -58,6 +63,7 @@ def test_a_complete_run_trains_nothing(train):
     (run / "report.html").unlink()
     again = train("pe=rope", "logger=tensorboard")  # who watches may differ
     assert again.code == 0
+
     assert "is complete" in again.out
     assert "bits per byte" in again.out
     assert modified(run) == before
@@ -67,10 +73,12 @@ def test_a_complete_run_trains_nothing(train):
 def test_of_a_complete_run_what_is_new_is_measured(train):
     train("pe=rope")
     run = train.runs / "rope-text"
+
     assert "(3x)" in train("pe=rope", "eval.lengths=[1,3]").out
 
     train("pe=rope", "trainer.max_steps=8")
     train("pe=rope", "trainer.max_steps=8", "eval.lengths=[1,3]")  # measured of fewer steps alone
+
     assert {e.step for e in load_all(run) if e.eval.get("lengths") == [16, 48]} == {6, 8}
 
 
@@ -87,6 +95,7 @@ def test_validation_computes_as_training_does(train, monkeypatch, precision, dty
 
     monkeypatch.setattr(torch.nn.Linear, "forward", look)
     assert train("pe=rope", f"trainer.precision={precision}").code == 0
+
     assert used == {(True, dtype), (False, dtype)}
 
 
@@ -96,7 +105,11 @@ def compile_with(monkeypatch):
     compile = torch.compile
 
     def use(backend):
-        monkeypatch.setattr(torch, "compile", lambda *args, **options: compile(*args, **options | {"backend": backend}))
+        monkeypatch.setattr(
+            torch,
+            "compile",
+            lambda *args, **options: compile(*args, **options | {"backend": backend}),
+        )
 
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=8):
@@ -120,23 +133,23 @@ def test_layers_of_a_kind_are_compiled_once(train, compile_with, graphs, options
     counter = CompileCounterWithBackend("aot_eager")
     compile_with(counter)
     assert train("trainer.compile=true", *options).code == 0
+
     assert counter.frame_count == graphs
 
 
-def test_a_stage_is_the_beginning_of_a_run_of_its_length(train):
+def test_a_stage_is_the_beginning_of_a_run_of_its_length(trained):
     """Bit for bit: of one with as many tokens in a step. Then its length and encoding are others."""
     stage = "stages=[{steps: 3, train_len: 8, pe: {base: 500}}]"
     each = ["pe=rope", "trainer.log_every=1", "trainer.val_every=6", "eval.lengths=[1]"]
-    assert train(*each, "train_len=8", "trainer.batch_size=8", "pe.base=500", "name=short").code == 0
-    assert train(*each, "train_len=16", "trainer.batch_size=4", stage, "name=staged").code == 0
-    short = rows_of(train.runs / "short")
-    staged = rows_of(train.runs / "staged")
+    short = rows_of(trained(*each, "train_len=8", "trainer.batch_size=8", "pe.base=500", name="short"))
+    staged = rows_of(trained(*each, "train_len=16", "trainer.batch_size=4", stage, name="staged"))
+
     assert staged[:3] == short[:3]
     assert staged[3]["train/loss"] != short[3]["train/loss"]
 
 
-def test_training_in_bf16_lowers_the_loss(train):
-    outcome = train("pe=t5", "trainer.precision=bf16-true", "trainer.max_steps=30", "optim.lr=0.01", "eval.lengths=[1]")
-    assert outcome.code == 0, outcome.err
-    losses = [row["train/loss"] for row in rows_of(train.runs / "t5-text")]
+def test_training_in_bf16_lowers_the_loss(trained):
+    run = trained("pe=t5", "trainer.precision=bf16-true", "trainer.max_steps=30", "optim.lr=0.01", "eval.lengths=[1]")
+    losses = [row["train/loss"] for row in rows_of(run)]
+
     assert losses[-1] < losses[0] - 0.5

@@ -2,17 +2,16 @@
 
 import hashlib
 import json
-import os
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from conftest import ROOT, snapshot
+from conftest import snapshot
 from safetensors.torch import load_file, save_file
 
-from scripts import evaluate, report, sample
+from scripts import evaluate, sample
 
 QUICK = ("trainer.max_steps=1", "eval.lengths=[1]", "eval.variants=[]")
 
@@ -64,10 +63,9 @@ DAMAGES = {
 
 
 @pytest.fixture
-def stranger(train):
+def stranger(trained):
     """A run from elsewhere."""
-    assert train("pe=rope", "name=base", *QUICK).code == 0
-    return train.runs / "base"
+    return trained("pe=rope", *QUICK, name="base")
 
 
 @pytest.mark.parametrize("message", DAMAGES)
@@ -75,6 +73,7 @@ def test_a_damaged_run_is_named_with_the_reason(stranger, script, message):
     DAMAGES[message](stranger)
     outcome = script(sample, f"run={stranger}", "prompt=a")
     assert outcome.code == 2
+
     assert message in outcome.err
     assert str(stranger) in outcome.err
 
@@ -95,7 +94,9 @@ def mark(tmp_path):
 def test_a_hostile_configuration_runs_nothing(stranger, script, section, target):
     """Nor does one in model.json, which has no data."""
     edit_config(stranger, section, _target_=target)
+
     assert target in script(evaluate, f"run={stranger}").err
+
     if section == "pe":
         edit_model(stranger, section, _target_=target)
         assert target in script(sample, f"run={stranger}").err
@@ -117,16 +118,9 @@ def test_a_hostile_checkpoint_runs_nothing(stranger, train, mark):
     torch.save({"global_step": 9, "state_dict": Bomb(mark)}, stranger / "checkpoints" / "step=9.ckpt")
     outcome = train("pe=rope", "name=base", *QUICK)
     assert outcome.code == 0, outcome.err
+
     assert "step=9.ckpt is damaged" in outcome.err
     assert "after step 1" in outcome.out
-
-
-def test_results_that_lie_elsewhere_are_not_reported(stranger, script, tmp_path):
-    (stranger / "evals").rename(tmp_path / "elsewhere")
-    (stranger / "evals").symlink_to(tmp_path / "elsewhere")
-    outcome = script(report, f"folders=[{stranger.parent}]", "format=csv")
-    assert outcome.code == 0
-    assert f"{stranger}/evals is a link" in outcome.err
 
 
 SECRET = "hunter" * 3  # written so, it does not stand in the diff of this file, which a run keeps
@@ -144,20 +138,9 @@ def test_a_strangers_run_reads_no_variable_of_the_environment(stranger, train, s
     assert train(f"init_from={stranger}", *QUICK).code == 0
 
     child = train.runs / f"base-{text}-16"
+
     assert yaml.safe_load((child / "config.yaml").read_text())["pe"]["name"] == text
 
     for path, content in snapshot(train.runs).items():
         assert SECRET not in str(path)
         assert SECRET.encode() not in content, path
-
-
-def test_a_strangers_run_chooses_no_yaml_of_its_own_as_an_encoding(stranger, script, monkeypatch):
-    """Hydra would compute what that holds."""
-    monkeypatch.setenv("SECRET", SECRET)
-    (stranger / "mine.yaml").write_text("# @package pe\nname: ${oc.env:SECRET}\n")
-    path_to_it = os.path.relpath(stranger / "mine", ROOT / "conf" / "pe")
-    edit_config(stranger, "eval", variants=[{"pe": path_to_it}])
-    outcome = script(evaluate, f"run={stranger}")
-    assert outcome.code == 2
-    assert "is no name of an encoding" in outcome.err
-    assert SECRET not in outcome.out + outcome.err

@@ -20,8 +20,17 @@ def commands(folder, *options: str) -> list[list[str]]:
     python = folder / "python"
     python.write_text(f"#!/bin/bash\nprintf '%s\\n' \"$@\" '' >> {folder}/said\n")
     python.chmod(0o755)
-    small = {"PYTHON": str(python), "RUNS": str(folder / "runs"), "LENGTH": "48", "STEPS": "20"}
-    subprocess.run(["bash", ROOT / "docs" / "walk.sh", *options], env=os.environ | small, check=True)
+    small = {
+        "PYTHON": str(python),
+        "RUNS": str(folder / "runs"),
+        "LENGTH": "48",
+        "STEPS": "20",
+    }
+    subprocess.run(
+        ["bash", ROOT / "docs" / "walk.sh", *options],
+        env=os.environ | small,
+        check=True,
+    )
     said = (folder / "said").read_text().removesuffix("\n\n")
     return [command.split("\n") for command in said.split("\n\n")]
 
@@ -51,14 +60,17 @@ def test_the_commands_of_the_walk_end_with_the_same_model_in_transformers(tmp_pa
 
     runs = tmp_path / "runs"
     read_by = {e.variant.label for e in load_all(runs / "walk-rope")}
+
     assert read_by == {"rope", "linear at scale 4", "ntk at scale 4", "yarn at scale 4", "yarn at scale 8"}
     assert {e.kind for e in load_all(runs / "walk-yarn")} == {"lengths", "ruler"}
 
     net = serialization.load(runs / "walk-yarn")
+
     assert scales_of(net.encodings) == (4.0,)
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(runs / "walk-hf")
     idx = tokens(192, vocab_size=net.vocab_size)
     logits = net(idx)
+
     torch.testing.assert_close(theirs(idx).logits, logits, rtol=1e-5, atol=1e-5)
     assert logits.std() > 0.1

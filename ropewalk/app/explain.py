@@ -81,6 +81,8 @@ def explain(error: BaseException) -> str:
     elif isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
         siblings = [] if cause.parent_node is None else list(cause.parent_node)
         message = _unknown_key(str(cause.full_key), [str(name) for name in siblings if name != "hydra"])
+    elif message.startswith("Could not override '"):
+        message = unknown_key(message.split("'")[1], ())  # a group of other programs
     return printable(message)
 
 

@@ -276,11 +276,9 @@ def find(path: str | Path) -> Path:
     if (path / "config.yaml").is_file():
         refuse_links(path)
         return path
-    problem = f"{path} is not a run directory (it has no config.yaml)"
-    if (path / "config.json").is_file():
-        raise ConfigError(f"{problem}; as a model of transformers it is hf:{path}")
     files = [*path.parent.glob("*/environment.json"), *Path("runs").glob("*/environment.json")]
     runs = {str(file.parent) for file in files}
+    problem = f"{path} is not a run directory: it has no config.yaml; write hf:{path} if it is a model of transformers"
     raise ConfigError(f"{problem}; there are: {', '.join(sorted(runs)) or 'none'}")
 
 

@@ -45,8 +45,6 @@ def base_model(source: str | None) -> dict[str, Any]:
     """
     if source is None:
         return {}
-    if source in ("", "hf:"):
-        raise ConfigError(f"init_from='{source}' names no model: give a run directory, or hf:FOLDER_OR_HUB_ID")
     read = hf.read_model(source).describe if source.startswith("hf:") else partial(serialization.describe, source)
     return read() | {"source": source}
 

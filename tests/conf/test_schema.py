@@ -1,58 +1,37 @@
 """Every YAML composes and builds, and the schema knows every key of it."""
 
-import functools
-
 import pytest
 import torch
 import yaml
-from conftest import ENCODINGS, ROOT
+from conftest import ROOT
 
 from conf.schema import flatten
 from model.gpt import GPT
-from model.size import n_parameters
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import check, resolve
 
 REQUIRED = {"text": ["data.files=*.txt"], "hf": ["data.path=parquet"]}
 CHOICES = [(path.parent.name, path.stem) for path in sorted((ROOT / "conf").glob("*/*.yaml"))]
-values_of = functools.cache(train_values)  # composing takes long
-
-
-def size_of(cfg, vocab_size, train_len):
-    """Parameters of the network that a configuration describes."""
-    with torch.device("meta"):
-        net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size, train_len=train_len)
-    return n_parameters(net)["total"]
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_yaml_composes_and_builds(group, choice):
     """What is resolved has nothing left to choose: a network that takes over the weights chooses no other value."""
-    values = values_of(f"{group}={choice}", *REQUIRED.get(choice, []))
+    values = train_values(f"{group}={choice}", *REQUIRED.get(choice, []))
     cfg = resolve(values)
     if group in ("pe", "data"):
         assert values[group]["name"] == choice
 
-    assert size_of(cfg, 257, cfg.train_len) > 0
+    with torch.device("meta"):
+        GPT(cfg.model, cfg.pe, vocab_size=257, train_len=cfg.train_len)
 
     written = yaml.safe_load(yaml.safe_dump(cfg.model_dump()))  # as in a run directory
+
     assert check(written) == cfg
 
     longer = {"train_len": 2 * cfg.train_len, "pe": cfg.pe, "stages": []}
+
     assert check(values | longer).pe == cfg.pe
-
-
-# GPT-2 has 124.4M: 0.8M of them are positions, 0.1M biases; 47 rows of ours pad the vocabulary.
-@pytest.mark.parametrize(
-    ("preset", "vocab", "size"),
-    [
-        ("tiny", 257, 0.82e6),
-        ("small", 50257, 123.6e6),
-    ],
-)
-def test_presets_have_the_sizes_they_claim(preset, vocab, size):
-    cfg = check(train_values(f"model={preset}", "pe=nope"))
-    assert size_of(cfg, vocab, 1024) == pytest.approx(size, rel=0.002)
 
 
 def changed(values, key, value):
@@ -63,32 +42,11 @@ def changed(values, key, value):
     return values | {first: value}
 
 
-OPTIONS = [(group, choice) for group, choice in CHOICES if group == "data"]
-OPTIONS += [("pe", name) for name in ENCODINGS]
-OPTIONS.remove(("pe", "hybrid"))  # another word beside the parts of a pattern is another part
-
-
-@pytest.mark.parametrize(("group", "choice"), OPTIONS)
-def test_a_letter_too_many_in_an_option_is_found(group, choice):
-    values = values_of(f"{group}={choice}", *REQUIRED.get(choice, []))
-    *_, last = values[group]  # the same code looks at all of them
-    key = f"{group}.{last}"
-    with pytest.raises(ValueError, match=f"{key}z: there is no such key; did you mean {key}"):
-        check(changed(values, f"{key}z", 1))
-
-
-def test_a_letter_too_many_in_any_other_key_is_found():
-    values = train_values("logger=wandb")
-    for key in flatten(values):
-        if key.startswith(("pe.", "data.")):
-            continue
-        with pytest.raises(ValueError, match=f"{key}z: there is no such key; .*{key}"):
-            check(changed(values, f"{key}z", 1))
-
-
-def test_a_value_of_another_type_is_found():
+def test_a_letter_too_many_in_a_key_and_a_value_of_another_type_are_found():
     values = train_values("logger=wandb", "pe=yarn")
     for key in flatten(values):
+        with pytest.raises(ValueError, match=f"{key}z: there is no such key; "):
+            check(changed(values, f"{key}z", 1))
         with pytest.raises(ValueError, match=key):
             check(changed(values, key, {"a": "mapping"}))
 
@@ -120,12 +78,3 @@ def test_variants_are_resolved():
 def test_a_quarter_of_the_shortest_text_is_scored_unless_asked_otherwise():
     assert check(train_values("train_len=64", "eval.lengths=[4,0.5]")).target_tokens == 8
     assert check(train_values("eval.target_tokens=5")).target_tokens == 5
-
-
-def test_a_configuration_is_frozen():
-    """What is written into the run directory is what trains."""
-    cfg = resolve(train_values("stages=[{steps: 1, train_len: 64}]"))
-    for section in (cfg, cfg.trainer, cfg.eval, cfg.stages[0]):
-        key, *_ = type(section).model_fields
-        with pytest.raises(ValueError, match="frozen"):
-            setattr(section, key, None)

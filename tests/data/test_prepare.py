@@ -36,10 +36,6 @@ def test_every_document_once_and_in_one_split(corpus, source):
     assert len(val) >= 2
     assert source.prepared["train"].bytes == len("".join(train).encode())
 
-    (not_utf8,) = [split.first_not_utf8 for split in source.prepared.values() if split.not_utf8]
-
-    assert "latin.txt" in not_utf8
-
 
 @pytest.mark.parametrize(
     ("n_merges", "dtype"),
@@ -96,38 +92,25 @@ def intact(tmp_path_factory):
     return prepared(write_corpus(root / "corpus", documents=9), root / "cache")
 
 
-def with_another_bit(content):
-    return bytes([content[0] ^ 4]) + content[1:]
+DAMAGES = {
+    "another bit": lambda content: bytes([content[0] ^ 4]) + content[1:],
+    "shorter": lambda content: content[:-2],
+    "longer": lambda content: content + content[-2:],
+}
 
 
-DAMAGES = [
-    with_another_bit,
-    lambda content: content[:-2],
-    lambda content: content + content[-2:],
-]
-
-
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["manifest.json", "train.bin", "train.files", "val.bin", "val.files"])
-def test_a_damaged_file_is_refused(intact, name):
+def test_a_damaged_file_is_refused(intact, name, damage):
     """None may give other numbers in silence."""
     path = intact.prepared["val"].folder / name
     content = path.read_bytes()
+    path.write_bytes(DAMAGES[damage](content))
 
-    def assert_refused():
-        with pytest.raises(ValueError, match=rf"{path.parent} is damaged .*{name}.*Delete the folder"):
-            prepared(None, intact.cache_dir, files=intact.files)
-
-    path.unlink()
-
-    assert_refused()
-
-    for damage in DAMAGES:
-        path.write_bytes(damage(content))
-        assert_refused()
+    with pytest.raises(ValueError, match=rf"{path.parent} is damaged .*{name}.*Delete the folder"):
+        prepared(None, intact.cache_dir, files=intact.files)
 
     path.write_bytes(content)
-
-    assert prepared(None, intact.cache_dir, files=intact.files).identity() == intact.identity()
 
 
 @pytest.mark.parametrize(
@@ -152,6 +135,7 @@ def test_documents_that_change_while_they_are_read_are_refused(corpus, tmp_path,
 
     with pytest.raises(ValueError, match="the documents changed while they were read: try again"):
         write(growing, made, prefix=tmp_path / "cache" / "text", val_fraction=0.3)
+
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
@@ -184,26 +168,15 @@ def test_preparing_that_was_killed_is_done_again_once_by_two_processes(corpus, s
     assert folders == [source.prepared["val"].folder.name]
 
 
-def test_each_split_needs_a_document_and_few_are_a_warning(tmp_path):
+def test_each_split_needs_a_document(tmp_path):
     (tmp_path / "0.txt").write_text("one")
 
     with pytest.raises(ValueError, match=r"1 documents for val, 0 documents for train.*lower data\.document_bytes"):
         prepared(tmp_path, tmp_path / "cache", document_bytes=10**20)
 
-    for i in range(1, 6):
-        (tmp_path / f"{i}.txt").write_text(f"text {i}")
-    source = prepared(tmp_path, tmp_path / "cache", val_fraction=1e-9)
-    warnings = [line for line in source.describe(50) if "warning" in line]
 
-    assert [split.documents for split in source.prepared.values()] == [5, 1]
-    assert len(warnings) == 1
-    assert "val has 1 documents" in warnings[0]
-
-
-@pytest.mark.parametrize("cache", ["a.txt", "/proc", "/proc/ropewalk"])
-def test_where_no_folder_can_be_made_is_named(tmp_path, cache):
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(name)
-    folder = tmp_path / cache
+@pytest.mark.parametrize("cache", ["latin.txt", "/proc/ropewalk"])
+def test_where_no_folder_can_be_made_is_named(corpus, cache):
+    folder = corpus / cache
     with pytest.raises(ValueError, match=rf"data\.cache_dir={folder} cannot hold the prepared data"):
-        prepared(tmp_path, folder)
+        prepared(corpus, folder)

@@ -56,10 +56,10 @@ def test_an_epoch_has_each_token_once(source, length):
     for indices in (range(n), range(n, 2 * n)):
         batch = source.train_batch(indices, length, 7)
         starts = starts_of(batch, stream)
-        read = np.add.outer(starts, np.arange(length)) % len(stream)
+        read = np.add.outer(starts, np.arange(length))
         epochs.append(starts)
 
-        assert len(np.unique(read)) == n * length
+        assert len(np.unique(read % len(stream))) == n * length
 
     assert set(epochs[0]) != set(epochs[1])  # cut at other places, not only in another order
     assert sorted(epochs[0]) != epochs[0]
@@ -87,9 +87,10 @@ def test_validation_has_each_target_once_and_fewer_windows_are_spread_over_it(so
         return starts_of(part.batch(0, part.n), stream)
 
     assert starts(EVERYTHING) == [*range(0, 64 * n, 64)]
-    assert n % 7  # so that the windows are not equally far from each other
-    assert starts(7 * 64 + 10) == [i * n // 7 * 64 for i in range(7)]
     assert starts(1) == [0]
+    assert n % 7  # so that seven windows are not equally far from each other
+    for i, start in enumerate(starts(7 * 64 + 10)):
+        assert start == i * n // 7 * 64
 
 
 LENGTHS = [32, 50, 200]
@@ -126,7 +127,6 @@ def test_eval_sets_of_all_lengths_score_the_same_targets(source, kind):
 
 
 def test_the_hash_of_texts_is_equal_exactly_where_the_same_tokens_are_scored(source):
-    """They depend on the longest length, not on the others."""
     (alone,) = eval_sets(source, [200])
     different = [
         alone,
@@ -161,12 +161,6 @@ def test_segments_do_not_overlap_and_come_from_all_documents(source):
 
     assert segments.tolist() == room.tolist()
 
-    # First come the first segments of all documents, then the second ones, ...
-    turns = [np.count_nonzero(document[:i] == number) for i, number in enumerate(document)]
-
-    assert turns == sorted(turns)
-    assert turns[-1] > 0
-
 
 def test_texts_of_one_file_are_one_document(tmp_path):
     """Files are cut into documents, and documents into texts: the number of a text is that of its file."""
@@ -194,9 +188,9 @@ def test_too_little_text_is_an_error_that_says_how_much_there_is(source):
     sizes = np.diff(source.prepared["val"].offsets)
     longest = int(sizes.max()) - 1
     train_tokens = source.prepared["train"].tokens
-    none_so_long = read_otherwise(source, min_tokens=10**6)
 
     assert source.fully_scored(longest - 1, 4).n == 1
+
     with pytest.raises(ValueError, match=rf"no validation document has {longest + 1:,} tokens.*{longest:,}"):
         source.fully_scored(longest, 4)
 
@@ -204,9 +198,6 @@ def test_too_little_text_is_an_error_that_says_how_much_there_is(source):
 
     with pytest.raises(ValueError, match=rf"train split has {train_tokens:,} tokens"):
         source.train_batch([0], train_tokens, 0)
-
-    with pytest.raises(ValueError, match=r"of at least 1,000,000 tokens have 0 tokens, too few for a window"):
-        none_so_long.train_batch([0], 50, 0)
 
 
 def test_windows_of_long_documents_alone(source):
@@ -216,12 +207,10 @@ def test_windows_of_long_documents_alone(source):
     long_ones = [document for document in documents if len(document) > 900]
     stream = np.concatenate(long_ones)
     n = len(stream) // 100
-    left_out = len(documents) - len(long_ones)
 
     batch = chosen.train_batch(range(n), 100, 3)
 
     assert len(set(starts_of(batch, stream))) == n
-    assert f"  {left_out} documents of less than 900 tokens are left out of training" in chosen.describe(50)
 
 
 def test_where_documents_are_masked_no_target_is_in_another_document(source):
@@ -231,15 +220,13 @@ def test_where_documents_are_masked_no_target_is_in_another_document(source):
     assert source.document_end is None
     assert masked.document_end == end
 
-    def batches(data):
-        validation = data.validation(64, EVERYTHING)
-        return data.train_batch(range(300), 100, 0), validation.batch(0, 50)
-
-    for (x, y), (masked_x, masked_y) in zip(
-        batches(source),
-        batches(masked),
-        strict=True,
+    for read in (
+        lambda data: data.train_batch(range(300), 100, 0),
+        lambda data: data.validation(64, EVERYTHING).batch(0, 50),
     ):
+        x, y = read(source)
+        masked_x, masked_y = read(masked)
+
         assert end in x
         assert torch.equal(masked_x, x)
         assert torch.equal(masked_y, y.masked_fill(x == end, IGNORE_INDEX))

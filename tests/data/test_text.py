@@ -6,15 +6,14 @@ import math
 import datasets
 import pyarrow
 import pytest
-from conftest import ROOT
+from conftest import ROOT, data_options
 from corpora import documents_of, prepared, write_corpus
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from pyarrow import parquet
 
 from data import base as data
-from data.text import matching_files, read_files, stdlib_files
+from data.text import matching_files, read_files
 
 
 def pieces_of(folder, content, document_bytes):
@@ -38,11 +37,7 @@ def test_the_pieces_of_any_file_are_its_bytes_cut_between_lines(tmp_path_factory
     text = b"\n".join(letters[i : i + 1] * length for i, length in enumerate(lines))
     byte_order_mark = b"\xef\xbb\xbf" if mark else b""
 
-    pieces = pieces_of(
-        tmp_path_factory.mktemp("pieces"),
-        byte_order_mark + text,
-        size,
-    )
+    pieces = pieces_of(tmp_path_factory.mktemp("pieces"), byte_order_mark + text, size)
 
     assert b"".join(pieces) == text
     assert max(map(len, pieces), default=0) <= 2 * size
@@ -62,6 +57,7 @@ def test_a_long_line_is_cut_between_characters_and_nothing_is_lost(tmp_path, bef
 
     assert b"".join(pieces) == text
     assert len(pieces) == math.ceil(len(text) / 64)
+
     for piece in pieces[1:]:
         assert piece == character * (len(piece) // len(character))
 
@@ -78,27 +74,17 @@ def test_documents_of_one_file_are_on_one_side_unless_there_is_only_one_file(tmp
         write_lines(path)
 
     source = prepared(tmp_path, tmp_path / "cache", document_bytes=1024)
-    prepared(None, tmp_path / "cache", files=str(paths[0]), document_bytes=1024)  # both sides have documents
+    prepared(
+        None,
+        tmp_path / "cache",
+        files=str(paths[0]),
+        document_bytes=1024,
+    )  # both sides have documents
 
     train, val = ({text.split()[0] for text in documents_of(source, name)} for name in ("train", "val"))
 
     assert train | val == set(map(str, paths))
     assert not train & val
-
-
-def test_links_that_lead_back_are_followed_once(tmp_path):
-    root = write_corpus(tmp_path / "corpus", documents=3)
-    elsewhere = write_corpus(tmp_path / "elsewhere", documents=1)
-    expected = {*root.rglob("*.txt"), *elsewhere.rglob("*.txt")}
-    before = [name for name, _ in matching_files([f"{root}/**/*.txt"])]
-    for i, target in enumerate((root, root / "part0", tmp_path, elsewhere)):
-        (root / "part1" / f"link{i}").symlink_to(target)
-        (root / f"z{i}").symlink_to(target)
-
-    files = matching_files([f"{root}/**/*.txt"])
-
-    assert sorted(path for _, path in files) == sorted(expected)
-    assert {name for name, _ in files if "link" not in name} == set(before)
 
 
 OF_ONE_NAME = ["part0/t.md", "part1/t.md", "part1/part0/t.md"]
@@ -167,14 +153,6 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         prepared(tmp_path, tmp_path / "cache")
 
 
-def test_data_code_is_the_standard_library_without_its_tests():
-    names = {name for name, _ in stdlib_files()}
-    folders = {folder for name in names for folder in name.split("/")}
-
-    assert names >= {"abc.py", "json/decoder.py", "asyncio/tasks.py"}
-    assert not folders & {"test", "tests", "idle_test", "site-packages", "encodings"}
-
-
 TEXTS = [f"row {i} " + "wörd " * (i % 7) for i in range(50)]
 
 
@@ -184,31 +162,27 @@ def rows(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     numbers = list(range(50))
     dataset = datasets.Dataset.from_dict({"text": TEXTS, "number": numbers})
+    dataset.to_parquet(tmp_path / "string.parquet")
     dataset.to_json(tmp_path / "t.json")
     dataset.save_to_disk(tmp_path / "arrow")
-    for kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        table = pyarrow.table(
-            {
-                "text": pyarrow.array(TEXTS).cast(kind),
-                "number": numbers,
-            }
-        )
-        parquet.write_table(table, tmp_path / f"{kind}.parquet")
+    table = {"text": pyarrow.array(TEXTS).cast(pyarrow.string_view()), "number": numbers}
+    parquet.write_table(pyarrow.table(table), tmp_path / "view.parquet")
     return tmp_path
 
 
-FORMATS = ["string.parquet", "large_string.parquet", "string_view.parquet", "t.json", "arrow/*.arrow"]
+FORMATS = ["string.parquet", "view.parquet", "t.json", "arrow/*.arrow"]
 
 
 @pytest.mark.parametrize("file", FORMATS)
 def test_every_local_format_gives_its_rows_and_is_prepared_once(rows, file):
     cache = rows / "cache"
     for _ in range(2):  # the second finds what the first has made
+        path = file.rpartition(".")[2]
         source = prepared(
             None,
             cache,
             "HuggingFace",
-            path=file.rpartition(".")[2],
+            path=path,
             data_files=str(rows / file),
         )
     texts = documents_of(source, "train") + documents_of(source, "val")
@@ -238,6 +212,7 @@ def test_a_bad_option_is_an_error_before_anything_is_written(rows, kind, options
         options = {"path": "parquet", "data_files": str(rows / "string.parquet")} | options
     with pytest.raises(ValueError, match=message):
         prepared(None, rows / "cache", kind, **options)
+
     assert not (rows / "cache").exists()
 
 
@@ -254,14 +229,7 @@ def test_nothing_but_data_classes_is_built(target):
 )
 def test_every_option_stands_in_its_yaml_with_its_default(path):
     """A configuration file documents its class: no option is missing, none invented, none has another default."""
-    config = OmegaConf.load(path)
-    for parent in config.pop("defaults", []):
-        if parent != "_self_":
-            config = OmegaConf.merge(
-                OmegaConf.load(path.with_name(f"{parent}.yaml")),
-                config,
-            )
-    values = OmegaConf.to_container(config)
+    values = data_options(path.stem)
     cls = data.resolve(values.pop("_target_"))
     defaults = {}
     for parameter in inspect.signature(cls).parameters.values():

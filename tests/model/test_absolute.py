@@ -49,6 +49,7 @@ def test_the_learned_table_is_interpolated_as_defined(scale):
         above = min(below + 1, 7)
         vectors = pe.table[[int(below), int(above)]]
         expected = torch.tensor([1 - share, share]) @ vectors
+
         torch.testing.assert_close(
             added[:, position],
             expected.expand(2, 6),

@@ -76,16 +76,16 @@ class Projected(PositionEncoding):
 
 
 @pytest.mark.parametrize("stages", ["[]", "[{train_len: 8, steps: 3}]"])
-def test_an_encoding_with_a_module_of_its_own_trains(train, stages, monkeypatch):
+def test_an_encoding_with_a_module_of_its_own_trains(trained, stages, monkeypatch):
     """All of its parameters move, also while a stage has an encoding of another length."""
     monkeypatch.setenv("ROPEWALK_PLUGINS", __name__)
     own = ("pe=nope", f"pe._target_={__name__}.Projected", "pe.name=projected", "eval.lengths=[1]")
 
-    assert train(*own, "trainer.max_steps=0", "name=before").code == 0
-    assert train(*own, "trainer.max_steps=4", "name=after", f"stages={stages}").code == 0
+    untrained = trained(*own, "trainer.max_steps=0", name="before")
+    run = trained(*own, "trainer.max_steps=4", f"stages={stages}", name="after")
 
-    before = load_file(train.runs / "before" / "model.safetensors")
-    after = load_file(train.runs / "after" / "model.safetensors")
+    before = load_file(untrained / "model.safetensors")
+    after = load_file(run / "model.safetensors")
     names = [name for name in before if "proj." in name]
 
     assert len(names) >= 2

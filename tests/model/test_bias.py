@@ -9,7 +9,6 @@ from conftest import build_pe, context, normal
 from definitions import PAST, D, T, assert_is_defined_by, dot, forgotten
 from torch.testing import assert_close
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-from transformers.models.t5.modeling_t5 import T5Attention
 
 TRAIN_LEN = 32
 SLOPES = 0.25 ** torch.arange(1, 5)  # of ALiBi with four heads
@@ -21,7 +20,8 @@ def nope(pe, q, k, v, x):
 
 def alibi(pe, q, k, v, x):
     """arXiv 2108.12409: -m_h (i - j), the slopes m_h a geometric series."""
-    return dot(q, k) - SLOPES[:, None, None] * PAST
+    bias = -SLOPES[:, None, None] * PAST
+    return dot(q, k) + bias
 
 
 def t5(pe, q, k, v, x):
@@ -32,14 +32,16 @@ def t5(pe, q, k, v, x):
         share = math.log(distance / half, pe.max_distance / half)
         bucket = int(half + share * half)
         buckets.append(min(bucket, 2 * half - 1))
-    return dot(q, k) + pe.table[buckets].T[:, PAST]
+    of_distance = pe.table[buckets].T  # [H, T]
+    return dot(q, k) + of_distance[:, PAST]
 
 
 def kerple(pe, q, k, v, x):
     """arXiv 2205.09921, the logarithmic kernel: -p ln(1 + a (i - j)), both at least 0.01."""
     p = pe.p.clamp(min=0.01)[:, None, None]
     a = pe.a.clamp(min=0.01)[:, None, None]
-    return dot(q, k) - p * torch.log(1 + a * PAST)
+    bias = -p * torch.log(1 + a * PAST)
+    return dot(q, k) + bias
 
 
 def fire(pe, q, k, v, x):
@@ -50,7 +52,8 @@ def fire(pe, q, k, v, x):
     longest = torch.log(1 + c * i.maximum(limit)) + 1e-6
     relative = torch.log(1 + c * PAST) / longest
     hidden = F.linear(relative[..., None], pe.up_weight, pe.up_bias).relu()  # [T, T, width]
-    return dot(q, k) + F.linear(hidden, pe.down_weight, pe.down_bias).permute(2, 0, 1)
+    bias = F.linear(hidden, pe.down_weight, pe.down_bias)  # [T, T, H]
+    return dot(q, k) + bias.permute(2, 0, 1)
 
 
 def fox(pe, q, k, v, x):
@@ -65,7 +68,8 @@ def relative(pe, q, k, v, x):
         embeddings = F.pad(embeddings, (0, 1))
     last = embeddings.size(1) - 1
     of_pairs = embeddings[:, PAST.clamp(max=last)]  # [D, T, T]
-    return dot(q, k) + torch.einsum("bhid,dij->bhij", q, of_pairs) / math.sqrt(D)
+    relative = torch.einsum("bhid,dij->bhij", q, of_pairs)
+    return dot(q, k) + relative / math.sqrt(D)
 
 
 CASES = [
@@ -84,7 +88,13 @@ CASES = [
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(("formula", "options"), CASES)
 def test_scores_are_those_of_the_paper(formula, options, window):
-    pe = build_pe(formula.__name__, n_kv_head=2, train_len=TRAIN_LEN, window=window, **options)
+    pe = build_pe(
+        formula.__name__,
+        n_kv_head=2,
+        train_len=TRAIN_LEN,
+        window=window,
+        **options,
+    )
     assert_is_defined_by(formula, pe, tol=1e-8)
 
 
@@ -106,7 +116,8 @@ def test_a_temperature_multiplies_the_scores_and_not_the_bias(formula, temperatu
     pe = build_pe(formula.__name__, n_kv_head=2, train_len=TRAIN_LEN, **options)
 
     def scores(pe, q, k, v, x):
-        n = torch.arange(1.0, T + 1).clamp(max=window or T)[:, None]
+        n = torch.arange(1.0, T + 1)[:, None]
+        n = n.clamp(max=window or T)
         factor = FACTORS[temperature](n, pe)
         return formula(pe, factor * q, k, v, x)
 
@@ -145,25 +156,8 @@ def test_alibi_keeps_its_precision_in_bf16(is_compiled):
 def test_alibi_slopes_equal_bloom(n_head):
     slopes = build_pe("alibi", n_head=n_head).slopes(torch.device("cpu"))
     bloom = build_alibi_tensor(torch.ones(1, 2), n_head, torch.float32)  # slope times position of the key
+
     assert_close(slopes, bloom[:, 0, 1], rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("num_buckets", "max_distance"),
-    [
-        (32, 128),
-        (32, 17),
-        (2, 2),
-        (8, 64),
-        (64, 1000),
-    ],
-)
-def test_t5_buckets_equal_transformers(num_buckets, max_distance):
-    options = {"num_buckets": num_buckets, "max_distance": max_distance}
-    distance = torch.arange(3 * max_distance)
-    expected = T5Attention._relative_position_bucket(-distance, bidirectional=False, **options)
-
-    assert torch.equal(build_pe("t5", **options).bucket(distance), expected)
 
 
 def test_kerple_leaves_its_limit_when_pushed_up():
@@ -176,22 +170,3 @@ def test_kerple_leaves_its_limit_when_pushed_up():
 
     assert (pe.p.grad < 0).all()
     assert (pe.a.grad < 0).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "parameter", "low", "high"),
-    [
-        ("kerple", "p", 0, 2),
-        ("kerple", "a", 0, 1),
-        ("fire", "down_weight", -0.177, 0.177),
-    ],
-)
-@torch.no_grad()
-def test_initial_values_of_biases_are_uniform_as_documented(name, parameter, low, high):
-    pe = build_pe(name, n_head=64)
-    pe.reset_parameters(torch.Generator().manual_seed(0))
-    values = getattr(pe, parameter)
-    fifth = (high - low) / 5
-
-    assert low <= values.min() <= low + fifth
-    assert high - fifth <= values.max() <= high

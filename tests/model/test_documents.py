@@ -1,14 +1,10 @@
 """Packed documents: what stands where; losses and gradients. That none reaches another: see test_encodings.py."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from conftest import ROOT, assert_same, build_gpt, tokens
+from conftest import assert_same, build_gpt, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounter
 
 from model.reading import WHOLE, packed
 
@@ -36,6 +32,7 @@ def test_documents_of_any_length_are_read_as_if_alone(n, length, share, seed):
         is_end = text[:-1] == END
         documents = text.tensor_split(is_end.nonzero().flatten() + 1)
         alone = [NET(document[None])[0] for document in documents]
+
         torch.testing.assert_close(text_logits, torch.cat(alone))
     if reading is not WHOLE:
         read = sum(rows.numel() for rows in reading.rows)
@@ -72,31 +69,3 @@ def test_the_gradient_is_that_of_the_documents_one_by_one(name, cfg, checkpointi
     loss = net(idx, packed(idx, END), targets=targets)
 
     assert_same(loss, expected, [*net.parameters()])
-
-
-@pytest.mark.long
-def test_compiled_once_whatever_the_documents():
-    torch._dynamo.reset()
-    net = build_gpt("rope", train_len=40).train()
-    counter = CompileCounter()
-    compiled = torch.compile(net, dynamic=False, backend=counter)
-    counts = []
-
-    for every in (30, 9, 3, 20, 2):
-        idx = torch.arange(80).view(2, 40) % 49
-        idx[:, ::every] = END
-        reading = packed(idx, END)
-        loss = compiled(idx, reading, targets=idx)
-        counts.append(counter.frame_count)
-        assert torch.equal(loss, net(idx, reading, targets=idx))
-
-    assert len(set(counts[1:])) == 1  # PyTorch 2.11 compiles once more for another number of documents
-
-    torch._dynamo.reset()
-
-
-@pytest.mark.long
-def test_the_compiler_is_not_imported_before_it_is_used():
-    """It takes a second, which `--help` and every message about a mistake would wait for."""
-    code = "import sys, train; sys.exit('torch._dynamo' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -13,10 +13,29 @@ L = 32  # trained length
 UNSEEN = math.nan
 
 
+def rerope(i, j):
+    return min(i - j, L // 2)
+
+
 def leaky_rerope(i, j):
     """Beyond 5 tokens distances grow more slowly: at 5 L, the target, the farthest key is at distance L."""
     slowdown = (5 * L - 5) / (L - 5)
-    return min(i - j, 5 + (i - j - 5) / slowdown)
+    beyond = i - j - 5
+    return min(i - j, 5 + beyond / slowdown)
+
+
+def string(i, j):
+    """Beyond 11 tokens distances go back to 3, and grow on from there."""
+    distance = i - j
+    return distance if distance < 11 else distance - 11 + 3
+
+
+def self_extend(i, j):
+    """arXiv 2401.01325: beyond the near window of 8 tokens positions count groups of 7."""
+    if i - j < 8:
+        return i - j
+    shift = 8 - 8 // 7
+    return i // 7 - j // 7 + shift
 
 
 def dual_chunk(i, j):
@@ -37,7 +56,8 @@ def dual_chunk(i, j):
 def lampe(i, j):
     """Beyond 5 tokens: the positions between in whole numbers, or those of the tail of 6."""
     growth = T / L
-    room = int(0.6 * L / (1 + math.exp(-0.86 * (growth - 2.87))))
+    share = 0.6 / (1 + math.exp(-0.86 * (growth - 2.87)))
+    room = int(share * L)
     squeezed = [token * room // (T - 1) for token in range(T)]
     ahead = 5 - 1 - squeezed[5]
     oldest = T - 1 - 6
@@ -52,25 +72,24 @@ def sinks_window(i, j):
     """arXiv 2309.17453: positions count within what is kept."""
     if i - j < L - 4:
         return i - j
-    return min(i, L - 1) - j if j < 4 else UNSEEN
+    if j < 4:
+        return min(i, L - 1) - j
+    return UNSEEN
+
+
+def window(i, j):
+    return i - j if i - j < L else UNSEEN
 
 
 # Options, and r(i, j) as the papers and the released codes define it.
 READINGS = {
-    "rerope": ({}, lambda i, j: min(i - j, L // 2)),
+    "rerope": ({}, rerope),
     "leaky_rerope": ({"near_window": 5, "scale": 5.0}, leaky_rerope),
-    "string": (
-        {"near_window": 11, "local": 3},
-        lambda i, j: i - j if i - j < 11 else i - j - 11 + 3,
-    ),
-    # arXiv 2401.01325: beyond the near window positions count groups.
-    "self_extend": (
-        {"near_window": 8, "group": 7},
-        lambda i, j: i - j if i - j < 8 else i // 7 - j // 7 + 8 - 8 // 7,
-    ),
+    "string": ({"near_window": 11, "local": 3}, string),
+    "self_extend": ({"near_window": 8, "group": 7}, self_extend),
     "lampe": ({"near_window": 5, "tail": 6, "capacity": 0.6}, lampe),
     "dca": ({}, dual_chunk),
-    "window": ({}, lambda i, j: i - j if i - j < L else UNSEEN),
+    "window": ({}, window),
     "sinks_window": ({}, sinks_window),
 }
 
@@ -91,10 +110,15 @@ def test_each_reading_is_rope_with_its_published_relative_positions(name):
         k = torch.complex(*k.chunk(2, dim=-1))
         angle = relative.nan_to_num()[..., None] * frequencies()
         turn = torch.polar(torch.ones_like(angle), angle)
-        products = torch.einsum("bhip,bhjp,ijp->bhij", q, k.conj(), turn).real
+        products = torch.einsum(
+            "bhip,bhjp,ijp->bhij",
+            q,
+            k.conj(),
+            turn,
+        )
         return torch.where(
             is_seen,
-            products / math.sqrt(D),
+            products.real / math.sqrt(D),
             -torch.inf,
         )
 

@@ -211,52 +211,32 @@ def grammar(chance, variables, weights, cap, n):
     return program, asked, values[asked]
 
 
-def traits(program, asked, answer):
-    """Categories by which distributions of programs are compared."""
-    text = " ".join(program)
-    last_assignment = text.rindex(f"{asked}=0")
-    return {
-        "answer": answer,
-        "last assignment of what is asked": last_assignment,
-        "assignments and increments": (text.count("="), text.count("++")),
-        "increments of a": text.count("a++"),
-        "second and last operation": (program[1], program[-1]),
-    }
-
-
-def are_alike(a, b):
-    """Do two Counters have one distribution? Kinds that are rare in both count as one."""
-    table = {}
-    for kind in {*a, *b}:
-        name = kind if a[kind] + b[kind] >= 10 else "rare"
-        row = table.setdefault(name, [0, 0])
-        row[0] += a[kind]
-        row[1] += b[kind]
-    return len(table) == 1 or chi2_contingency([*table.values()]).pvalue > P
-
-
 @pytest.mark.parametrize(
     ("variables", "weights", "cap"),
     [
-        (1, [1, 50, 7], 10),
         (3, [1, 2, 7], 3),
-        (5, [1, 4, 2], 10),
+        (5, [1, 4, 2], 3),
         (2, [1, 0, 4], 2),
     ],
 )
 def test_counting_is_as_its_grammar_draws_it(variables, weights, cap):
+    """Its answers, and whether what is asked was set anew in the second half."""
     task = Counting(variables=variables, weights=weights, cap=cap)
     operations = 24
     n = 2000
-    ours = []
+    ours = Counter()
     for symbols, answers in samples_of(task, n, operations + 1, "full"):
         ((place, answer),) = answers.items()
         asked = symbols[place][0]
-        ours.append(traits(symbols[:place], asked, int(answer)))
+        ours[int(answer), f"{asked}=0" in symbols[12:place]] += 1
     chance = random.Random(0)
-    by_grammar = [traits(*grammar(chance, variables, weights, cap, operations)) for _ in range(n)]
+    by_grammar = Counter()
+    for _ in range(n):
+        program, asked, answer = grammar(chance, variables, weights, cap, operations)
+        by_grammar[answer, f"{asked}=0" in program[12:]] += 1
 
-    for trait in ours[0]:
-        our_counts = Counter(sample[trait] for sample in ours)
-        their_counts = Counter(sample[trait] for sample in by_grammar)
-        assert are_alike(our_counts, their_counts), trait
+    assert ours.keys() == by_grammar.keys()
+
+    table = [[counts[kind] for kind in ours] for counts in (ours, by_grammar)]
+
+    assert chi2_contingency(table).pvalue > P

@@ -3,31 +3,18 @@
 import itertools
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, data_options
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from solvers import check
 
 from data import base as data
 from data.base import IGNORE_INDEX
 
-CONF = Path(__file__).resolve().parents[3] / "conf" / "data"
-
-
-def options_of(name):
-    """The options of a YAML, over those that it inherits."""
-    values = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
-    for parent in values.pop("defaults", []):
-        if parent != "_self_":
-            values = options_of(parent) | values
-    return values
-
-
-YAMLS = {path.stem: options_of(path.stem) for path in CONF.glob("*.yaml")}
+YAMLS = {path.stem: data_options(path.stem) for path in (ROOT / "conf" / "data").glob("*.yaml")}
 TASKS = sorted(YAMLS.keys() - {"code", "text", "hf", "markov"})
 ALL = [*TASKS, "markov"]
 LENGTH = 64
@@ -55,6 +42,7 @@ def test_every_difficulty_and_length_has_an_eval_set_with_the_labels_that_its_sy
         assert x.shape == y.shape == (n, part.length)
         assert x.dtype == y.dtype == torch.int64
         assert is_scored.any(1).all()
+
         check(task, x, y)
 
     assert len({part.texts_hash for part in parts}) == len(parts)
@@ -117,7 +105,9 @@ def test_with_any_options_labels_are_what_the_symbols_imply_or_the_length_is_ref
     x_alone, y_alone = task.batch(f"any/{seed}", [3], length, difficulty)
 
     assert x.shape == (10, length)
+
     check(task, x, y)
+
     assert torch.equal(x_alone[0], x[3])
     assert torch.equal(y_alone[0], y[3])
 
@@ -201,6 +191,7 @@ def test_samples_are_those_of_this_version(name, options, version, text):
     """Whoever changes them raises `version`: a run would not continue, nor be evaluated, on what it began with."""
     task = build(name, **options)
     x, _ = task.train_batch([3], 16, 0)
+
     assert (task.version, task.decode(x[0].tolist())) == (version, text)
 
 
@@ -238,6 +229,7 @@ def test_samples_can_be_written_as_text_and_the_options_are_recorded(name):
 
     assert len(set(task.vocab)) == task.vocab_size
     assert task.encode(task.decode(ids)) == ids
+
     with pytest.raises(ValueError, match="'xyz' is not a symbol of this data; there is: "):
         task.encode("xyz")
 

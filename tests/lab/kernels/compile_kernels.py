@@ -1,9 +1,8 @@
 """Compile all kernels for GPUs that need not be here, as attention launches them; print a line of JSON for each.
 
-TRITON_INTERPRET=0 PYTHONPATH=. python tests/lab/kernels/compile_kernels.py CAPABILITIES HEAD_DIMS LENGTHS [NAME]
+TRITON_INTERPRET=0 PYTHONPATH=. python tests/lab/kernels/compile_kernels.py CAPABILITY HEAD_DIMS [NAME]
 
-The first three are numbers with commas between them. With another Triton first on PYTHONPATH it is that one that
-compiles. NAME: only kernels whose names contain it. A second on one core for each kernel, and more for old GPUs.
+HEAD_DIMS are numbers with commas between them. NAME: only kernels whose names contain it.
 """
 
 import itertools
@@ -26,27 +25,26 @@ from lab.kernels.operator import attention
 
 PTXAS = max(path for path in Path(triton.__file__).parent.rglob("ptxas*") if path.is_file())  # the newest
 RUN = JITFunction.run
+LENGTHS = (192, 150)  # Triton compiles for lengths that 16 divides on their own
 
 
 def gpu(capability):
     """What Triton asks the driver of a GPU before it compiles."""
     return SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
-        get_current_device=lambda: capability,  # Triton keeps what it has compiled for each device
+        get_current_device=lambda: capability,
         get_current_stream=lambda device: 0,
     )
 
 
-def size_of(ptx, capability):
-    """Registers and spilled bytes of a kernel."""
+def spilled_bytes(ptx, capability):
     architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         command = [PTXAS, "-v", f"--gpu-name={architecture}", file.name, "-o", "/dev/null"]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = int(re.search(r"Used (\d+) registers", log)[1])
-    return {"registers": registers, "spilled": int(re.search(r"(\d+) bytes spill stores", log)[1])}
+    return int(re.search(r"(\d+) bytes spill stores", log)[1])
 
 
 def tensors_of(bias, length):
@@ -65,21 +63,14 @@ def tensors_of(bias, length):
 
 def compile_all(bias, capability, head_dim, length, name):
     """Attention with a bias, whose kernels are compiled where they would be launched."""
-    driver.set_active(gpu(capability))
 
     def compiled(kernel, *arguments, warmup, **options):
         full_name = f"{bias}.{kernel.fn.__name__}"
-        if name not in full_name:
-            return
-        binary = RUN(kernel, *arguments, warmup=True, **options)
-        row = {"kernel": full_name, "triton": triton.__version__, "capability": capability, "D": head_dim, "T": length}
-        row |= size_of(binary.asm["ptx"], capability)
-        # Atomic additions that other additions wait for have fences around them.
-        fences = len(re.findall(r"\batom\.\S*acq_rel", binary.asm["ptx"]))
-        print(
-            json.dumps(row | {"shared": binary.metadata.shared, "fences": fences}),
-            flush=True,
-        )
+        if name in full_name:
+            binary = RUN(kernel, *arguments, warmup=True, **options)
+            spilled = spilled_bytes(binary.asm["ptx"], capability)
+            row = {"kernel": full_name, "spilled": spilled, "shared": binary.metadata.shared}
+            print(json.dumps(row), flush=True)
 
     JITFunction.run = compiled
     q = torch.zeros(1, 4, length, head_dim, dtype=torch.bfloat16, requires_grad=True)
@@ -90,8 +81,7 @@ def compile_all(bias, capability, head_dim, length, name):
 
 
 if __name__ == "__main__":
-    *numbers, name = [*sys.argv[1:], ""][:4]
-    choices = [[int(number) for number in text.split(",")] for text in numbers]
-    for capability, head_dim, length in itertools.product(*choices):
-        for bias in (*BIASES, "cope"):
-            compile_all(bias, capability, head_dim, length, name)
+    capability, head_dims, name = [*sys.argv[1:], ""][:3]
+    driver.set_active(gpu(int(capability)))
+    for head_dim, length, bias in itertools.product(head_dims.split(","), LENGTHS, (*BIASES, "cope")):
+        compile_all(bias, int(capability), int(head_dim), length, name)

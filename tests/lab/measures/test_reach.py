@@ -10,8 +10,6 @@ from conftest import build_gpt, tokens
 from planted import Texts, results_of
 
 from lab.measures import reach
-from model.attention import for_heads_of
-from model.position import PositionEncoding, Shape
 from model.position.network import view
 from ropewalk.evaluation.scoring import Scorer
 
@@ -23,14 +21,6 @@ CFG = SimpleNamespace(
     train_len=TRAIN_LEN,
     eval=SimpleNamespace(sequences=3),
 )
-
-
-class CopiesFromFar(PositionEncoding):
-    """Every token reads the one 40 before it and nothing else; the first ones read the first."""
-
-    def attend(self, q, k, v, state, ctx):
-        source = (ctx.pos_q - 40).clamp(min=0)
-        return for_heads_of(q, v)[:, :, source]
 
 
 def network(name, **options):
@@ -63,26 +53,6 @@ def test_a_window_of_32_reaches_no_further_than_its_layers():
 
     assert near.all()
     assert not far.any()
-
-
-def test_a_network_that_copies_from_far_reaches_so_far():
-    """Two layers read 80 tokens back, and the token itself stays in the residual stream."""
-    net = network("nope")
-    net.encodings = [CopiesFromFar(Shape(64, 4, 2, 16, TRAIN_LEN, 2))] * 2
-    shares = measured(net)
-
-    for name in ATTENTION:
-        near, far = shares[name].split([3, 1])
-        assert (near == 100).all()
-        assert not far.any()
-
-    gradient = shares["gradient"]
-    of_second_layer = shares["gradient from layer 2 on"]
-
-    assert torch.equal(gradient[0], gradient[2])
-    assert ((gradient > 0) & (gradient < 100)).all()
-    assert of_second_layer[2].all()
-    assert not of_second_layer[3].any()
 
 
 def test_a_variant_is_measured_by_its_own_encodings():

@@ -85,7 +85,7 @@ CASES = [
     ("pe=[rope,yarn]", "-m pe=rope,yarn"),
     ("--config-name=evil", "config-name: there is no such key"),
     ("eval.lengths=" + 900 * "[" + 900 * "]", "recursion"),
-    ("init_from=hf:", "init_from='hf:'"),
+    ("init_from=hf:", "config.json cannot be read"),
     ("init_from=runs/rope-train_len=32", "runs/rope-train_len=32/model.json is missing"),  # as a sweep names them
     # names of other programs, answered with ours
     ("trainer.precision=16-mixed", "bf16-mixed"),

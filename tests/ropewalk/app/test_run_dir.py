@@ -113,8 +113,7 @@ def test_what_is_no_run_is_said_with_what_it_may_be_and_left_alone(make, run, tm
     with pytest.raises(ValueError, match=f"there are: {run.path}"):
         find(run.path.with_name("mistyped"))
 
-    (tmp_path / "config.json").touch()
-    with pytest.raises(ValueError, match=f"as a model of transformers it is hf:{tmp_path}"):
+    with pytest.raises(ValueError, match=f"write hf:{tmp_path} if it is a model of transformers"):
         find(tmp_path)
 
     (run.path / "config.yaml").rename(run.path / "thesis.txt")
