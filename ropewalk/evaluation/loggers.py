@@ -64,6 +64,7 @@ class Wandb:
             job_type=run.cfg.pe["name"],
             mode=os.environ.get("WANDB_MODE") or options.mode,  # type: ignore[arg-type]
             resume="allow",
+            reinit="finish_previous",  # that of an earlier job of a sweep, if it failed
             settings=wandb.Settings(console="off", init_timeout=30),
         )
         # Charts of these have the length as their axis. They need no summary: that has a number for each length.
