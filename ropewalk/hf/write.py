@@ -28,7 +28,7 @@ A {name} written by Ropewalk: position encoding {pe} at scale {scale:g}, trained
     tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
     model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)
 
-It needs transformers 5: older versions do not find its rotary settings.
+{needs}
 """
 
 
@@ -78,22 +78,44 @@ def export(
             raise OSError(f"cannot write {out}: {error}") from None
         if tokenizer:
             tokenizer(folder)
-        _write_marks(folder, bos_token_id, eos_token_id)
+        needs = _write_configs(folder, rope.layers(model.config), bos_token_id, eos_token_id)
         values = {"name": name, "pe": description["pe"]["name"], "scale": scale, "train_len": net.train_len}
-        write_text(folder / "README.md", CARD.format(**values))
+        write_text(folder / "README.md", CARD.format(**values, needs=needs))
         folder.replace(out)  # an error if another process has written it meanwhile
     return name
 
 
-def _write_marks(folder: Path, bos_token_id: int | None, eos_token_id: int | None) -> None:
-    """Write the tokens that begin and end a text into config.json and generation_config.json."""
+def _write_configs(
+    folder: Path, layers: list[rope.Layer], bos_token_id: int | None, eos_token_id: int | None
+) -> str:
+    """Complete config.json and generation_config.json by what other programs, and older versions, look for.
+
+    Returns:
+        A note on the versions of transformers that read it, or "".
+    """
     # The tokenizer's files may name several tokens that end a text. They stay if ours is one of them.
-    ends = read_json(folder / GENERATION).get("eos_token_id")
+    generation = read_json(folder / GENERATION)
+    ends = generation.get("eos_token_id")
     if not (eos_token_id is None or (isinstance(ends, list) and eos_token_id in ends)):
         ends = eos_token_id
-    for name in (GENERATION, "config.json"):
-        marks = {"bos_token_id": bos_token_id, "eos_token_id": ends}
-        write_json(folder / name, read_json(folder / name) | marks)
+    marks = {"bos_token_id": bos_token_id, "eos_token_id": ends}
+    write_json(folder / GENERATION, generation | marks)
+
+    values = read_json(folder / "config.json") | marks
+    # Version 5 has all rotary settings under rope_parameters; before it they stood at the top and in rope_scaling.
+    rotation = values.get("rope_parameters", {})
+    if rope.FULL in rotation:  # settings for each kind of layer
+        values["rope_local_base_freq"] = rotation[rope.SLIDING]["rope_theta"]
+        rotation = rotation[rope.FULL]
+    if "rope_theta" in rotation:
+        values["rope_scaling"] = None if rotation["rope_type"] == "default" else rotation
+    values |= {key: rotation[key] for key in ("rope_theta", "partial_rotary_factor") if key in rotation}
+    write_json(folder / "config.json", values)
+    # Before `layer_types` all layers of Qwen had the window, or none; and all but each sixth of Gemma 3.
+    kind = values["model_type"]
+    if kind == "gemma3_text" or (kind in ("qwen2", "qwen3") and len({layer.window for layer in layers}) > 1):
+        return "Read it with transformers 4.53 or newer: older ones ignore layer_types."
+    return ""
 
 
 def _kind_of(net: GPT) -> str:

@@ -4,16 +4,19 @@ Architectures that are read and written again are tests of imports; here are enc
 """
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import ENCODINGS, build_gpt, pe_options
-from hf_models import VOCAB, assert_same_logits, exported, tokens
+from hf_models import VOCAB, assert_same_logits, edit, exported, tokens
 
 from model import serialization
 from model.generation import generate
 from model.position.network import at_scale, max_len_of, scales_of
-from ropewalk.hf import export
+from ropewalk.hf import export, read_model
 
 TRAIN_LEN = 64
 PROMPT = 58  # tokens; a text of 12 more grows across TRAIN_LEN
@@ -76,6 +79,11 @@ def test_an_export_computes_the_same_in_transformers(name, tmp_path):
 
     assert_same_logits(net, model, TRAIN_LEN - 1, encodings)
     assert_same_logits(net, model, min(256, max_len_of(encodings) or 256), encodings)
+
+    if name != "learned":  # the old keys are there too, and say the same by themselves
+        whole = read_model(tmp_path / "out").pe
+        edit(tmp_path / "out", rope_parameters=...)
+        assert read_model(tmp_path / "out").pe == whole
 
     if pe["name"] not in ("dynamic_ntk", "longrope"):  # a cache of transformers keeps keys as they were rotated
         net.double()  # in which no two tokens are equally probable by rounding
@@ -149,3 +157,42 @@ def test_export_overwrites_nothing_and_leaves_nothing_half_written(run, tmp_path
     with pytest.raises(ZeroDivisionError):  # when the weights are written
         export(run, tmp_path / "new", tokenizer=lambda folder: 1 / 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".new.lock", ".used.lock", "run", "used"]
+
+
+READER = """
+import sys, torch, transformers
+for folder in sys.argv[1:]:
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    except (ValueError, KeyError):  # the model type, or the rope type
+        continue
+    with torch.no_grad():
+        torch.save(model(torch.load(folder + "/tokens.pt")).logits, folder + "/logits.pt")
+"""
+
+
+@pytest.mark.skipif("OLDER_TRANSFORMERS" not in os.environ, reason="OLDER_TRANSFORMERS names no folder")
+@torch.no_grad()
+def test_an_older_version_computes_the_same_or_refuses(tmp_path):
+    """Of transformers, in a folder that `pip install --target` made, such as 4.51.3."""
+    expected = {}
+    for name, arguments in EXPORTS.items():
+        net, pe = build(**arguments)
+        folder = tmp_path / name
+        exported(net, pe, folder, scale=largest_scale(net))
+        if "or newer" not in (folder / "README.md").read_text():
+            encodings = at_scale(net.encodings, largest_scale(net), TRAIN_LEN)
+            expected[folder] = net(tokens(128), encodings=encodings)[..., :VOCAB]
+            torch.save(tokens(128), folder / "tokens.pt")
+
+    environment = os.environ | {"PYTHONPATH": os.environ["OLDER_TRANSFORMERS"]}
+    command = [sys.executable, "-c", READER, *expected]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+
+    read = [folder for folder in expected if (folder / "logits.pt").exists()]
+
+    assert len(read) > len(EXPORTS) / 2
+
+    for folder in read:
+        logits = torch.load(folder / "logits.pt")
+        torch.testing.assert_close(logits, expected[folder], rtol=1e-4, atol=1e-4, msg=str(folder))
