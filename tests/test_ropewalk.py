@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,20 @@ def test_what_an_encoding_cannot_be_is_refused(name, options, message):
     sizes = {"n_head": 4, "head_dim": 16, "train_len": 32}
     with pytest.raises(ValueError, match=message):
         ropewalk.encoding(name, **(sizes | options))
+
+
+def test_two_streams_do_not_change_each_other(run):
+    """Nor the network: at scale 4 and at scale 1, interleaved, each writes what it writes alone."""
+    model = ropewalk.load(run, pe="yarn", scale=4.0)
+    logits = model.logits("knots")
+    lengths = (60, 6)  # the first goes beyond the training length of 16, with its prompt
+    alone = [model.generate("knots", n, temperature=0) for n in lengths]
+
+    streams = [model.stream("knots", n, temperature=0) for n in lengths]
+    interleaved = zip(*zip_longest(*streams, fillvalue=""), strict=True)
+
+    assert ["".join(pieces) for pieces in interleaved] == alone
+    assert torch.equal(model.logits("knots"), logits)
 
 
 def test_a_checkpoint_is_looked_at(train, trained):

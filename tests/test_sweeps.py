@@ -107,16 +107,3 @@ def test_an_experiment_may_say_what_is_swept():
     compared = {"pe": True, "name": True, "eval": {"variants"}}
 
     assert len({str(cfg.model_dump(exclude=compared)) for cfg in jobs}) == 1
-
-
-@pytest.mark.slow
-def test_jobs_in_parallel(train):
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    infinite = ["optim.warmup_steps=0", "optim.grad_clip=null"]  # with a rate that is too high
-    sweep = ["pe=rope", "optim.lr=0.001,1e38", "name='${pe.name}-${optim.lr}'", *infinite, *SHORT, "-m"]
-    outcome = train(*sweep, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    assert outcome.code == 1
-
-    assert "[2/2] rope-1e+38: failed: " in outcome.err
-    assert "step 6/6" not in outcome.out  # two would print at once
-    assert "step 6/6" in (train.runs / ".sweep" / "1.log").read_text()

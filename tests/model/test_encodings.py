@@ -21,6 +21,7 @@ from conftest import (
 )
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.benchmarks.measure import peak_memory
 from model import gpt, position
@@ -398,6 +399,36 @@ def test_a_text_without_some_tokens_weighs_the_others_as_the_whole_text_does(nam
 
         embedded = pe.embed(x, everywhere)
         close(embedded[:, kept], pe.embed(x[:, kept], kept))
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = out if isinstance(out, tuple | list) else [out]
+        sizes = [x.numel() for x in made if isinstance(x, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return out
+
+
+@pytest.mark.long
+def test_no_tensor_of_a_training_step_grows_with_the_square_of_the_length(placed):
+    if placed["name"] == "hybrid":  # whose own window is a share of train_len
+        local = pe_options("rope", window=WINDOW)
+        placed = {"name": "hybrid", "pe": {"local": local} | placed["pe"]}
+    size = {"n_layer": 2, "n_head": 2, "n_kv_head": 1, "dim": 8}
+    largest = []
+    for length in (384, 768):
+        net = build_gpt(**placed, train_len=length, **size).train()
+        idx = tokens(length, 1)
+        with Largest() as made:
+            net(idx, targets=idx).backward()
+        largest.append(made.elements)
+
+    assert largest[1] <= 2.2 * largest[0]
 
 
 @pytest.mark.long
