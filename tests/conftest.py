@@ -200,6 +200,7 @@ def write_knots(folder: Path) -> Path:
 def train(tmp_path, monkeypatch, capfd):
     """`train("pe=rope", ...)` runs the command line of train.py on a small corpus and model, within this process."""
     monkeypatch.setattr(page, "html", lambda *_: "")  # it takes as long as all else: REPORT, where it matters
+    monkeypatch.setattr("ropewalk.app.side_by_side.processes", lambda cfg: 1)  # else it would depend on the machine
     corpus = write_knots(tmp_path / "corpus")
     own = [f"runs_dir={tmp_path / 'runs'}", f"data.files={corpus}/*.txt", f"data.cache_dir={tmp_path / 'cache'}"]
 

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 from conftest import rows_of
@@ -15,8 +17,10 @@ from ropewalk.app.run_dir import read_config
 from ropewalk.app.sweep import plan
 from ropewalk.evaluation.results import load_all
 from ropewalk.training.distributed import die_with_parent
+from ropewalk.training.stop import STOPPED
 from scripts import evaluate
 
+ROOT = Path(__file__).resolve().parents[1]
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
 ROW = "ropewalk.app.run_dir:append"  # called five times in a run: call 8 is for step 3 of the second
 
@@ -132,22 +136,44 @@ def test_runs_to_evaluate_must_be_there_before_the_first_is(script, straight):
     assert runs_in(run / "evals") == before
 
 
-@pytest.mark.slow
-def test_jobs_in_parallel(train):
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+def test_runs_train_side_by_side(train, monkeypatch):
+    """Each in a process of its own with its own log; what is complete is left alone, and what fails is named."""
+    monkeypatch.setattr("ropewalk.app.side_by_side.processes", lambda cfg: 2)
     infinite = ["optim.warmup_steps=0", "optim.grad_clip=null"]  # with a rate that is too high
-    sweep = ["pe=rope", "optim.lr=0.001,1e38", "name='${pe.name}-${optim.lr}'", *infinite, *SHORT, "-m"]
-    outcome = train(*sweep, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    sweep = ["pe=rope", "name='${pe.name}-${optim.lr}'", *infinite, *SHORT]
+    assert train("optim.lr=0.002", *sweep).code == 0
+    before = rows_of(train.runs / "rope-0.002")
+
+    outcome = train("optim.lr=0.001,0.002,1e38", *sweep, "-m")
     assert outcome.code == 1
-    assert "[2/2] rope-1e+38: failed: " in outcome.err
+    assert "2 of 3 runs to train or measure, 2 at once" in outcome.out
+    assert "rope-0.001: done" in outcome.out
+    assert "rope-1e+38: failed: " in outcome.out
+    assert "sweep: 2 of 3 runs are complete" in outcome.out
     assert "step 6/6" not in outcome.out  # two would print at once
-    assert "step 6/6" in (train.runs / ".sweep" / "1.log").read_text()
+    assert "step 6/6" in (train.runs / ".sweep" / "rope-0.001.txt").read_text()
+    assert rows_of(train.runs / "rope-0.002") == before
+
+
+@pytest.mark.slow
+def test_a_signal_stops_what_trains_side_by_side(train):
+    """It may reach the first process alone. Each run has a checkpoint then, and goes on."""
+    options = ["pe=rope", "seed=0,1", "trainer.max_steps=3000", "trainer.log_every=1", *SHORT]
+    sweep = [sys.executable, f"{ROOT}/train.py", *train.complete(*options, "-m")]
+    stopped = subprocess.Popen(sweep, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    runs = [train.runs / "rope-text", train.runs / "rope-text-s1"]
+    while stopped.poll() is None and not all((run / "metrics.jsonl").exists() for run in runs):
+        time.sleep(0.05)
+    stopped.send_signal(signal.SIGTERM)
+    _, err = stopped.communicate()
+    assert stopped.returncode == STOPPED, err
+    assert all([*run.glob("checkpoints/*.ckpt")] for run in runs)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot tell a process of its parent's end")
 @pytest.mark.parametrize("late", [False, True])
 def test_a_job_ends_with_the_sweep_that_started_it(late):
-    """However, and whenever, the sweep ends: joblib's workers would go on to the end of their jobs."""
+    """However, and whenever, the sweep ends: a worker would go on to the end of its jobs."""
     reader, writer = os.pipe()
     sweep = os.fork()
     if not sweep:

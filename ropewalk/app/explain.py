@@ -19,7 +19,7 @@ from conf.schema import flatten, nearest, unknown_key
 from ropewalk.files import printable
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-_EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slurm", "optuna": "optuna"}
+_EXTRAS = {"submitit_local": "slurm", "submitit_slurm": "slurm", "optuna": "optuna"}
 
 
 def help_text(about: str, config: DictConfig) -> str:

@@ -11,7 +11,6 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -19,13 +18,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from conf.schema import Config, ConfigError
+from ropewalk.app import side_by_side
 from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, hydra_main, plain, quoted
 from ropewalk.app.explain import explain
 from ropewalk.app.init_from import merged
 from ropewalk.app.resolve import check_cost, resolve, warn
 from ropewalk.app.run_dir import RunDir, find
 from ropewalk.evaluation.loop import is_measured
-from ropewalk.training.distributed import die_with_parent, env_rank, started_by
+from ropewalk.training.distributed import env_rank, started_by
 from ropewalk.training.hardware import reset_peak_memory
 
 Choices = Mapping[str, Sequence[str]]  # {key: the overrides of it that the jobs combine}
@@ -58,15 +58,12 @@ def sweep(name: str, task: Task, flags: Sequence[str], overrides: Sequence[str])
     jobs = Jobs(name, task, searches, [] if searches else plan(name, overrides))
     for number, run in enumerate(jobs.runs, 1):
         print(f"[{number}/{len(jobs.runs)}] {run.path.name}{': complete' if run.complete else ''}")
-    if len(jobs.unfinished()) > 1 and "hydra/launcher=" not in " ".join(overrides):
-        side_by_side = "OMP_NUM_THREADS=1 and hydra/launcher=joblib hydra.launcher.n_jobs=-1"
-        print(f"one job after the other; {side_by_side} train small networks on all cores", flush=True)
-    try:
-        hydra_main(name, jobs, *flags, *overrides)
-    except ERRORS:
-        if not jobs.runs:
-            raise
-        jobs.failed.append("a job in another process")
+    configs = [run.cfg for run in jobs.runs]
+    by_hydra = "hydra/launcher=" in " ".join(overrides) or any(cfg.dry_run for cfg in configs)
+    if len(jobs.unfinished()) > 1 and not by_hydra and side_by_side.processes(configs[0]) > 1:
+        jobs.failed = side_by_side.train_all(configs)
+    else:
+        jobs.run(flags, overrides)
     unfinished = jobs.unfinished()
     if jobs.runs:
         print(f"sweep: {len(jobs.runs) - len(unfinished)} of {len(jobs.runs)} runs are complete")
@@ -101,13 +98,6 @@ class Jobs:
                 return None
             label = f"[{number}/{len(self.runs)}] {run.path.name}"
             overrides.append(f"name={quoted(run.path.name)}")
-        in_parallel = os.getpid() != self.process
-        if in_parallel and "n_jobs" in section.launcher:
-            # Workers of joblib print at once, so each job has a file; and they would outlive a killed main process.
-            die_with_parent(self.process)
-            log = Path(section.sweep.dir, f"{number}.log")
-            log.parent.mkdir(parents=True, exist_ok=True)
-            sys.stdout = log.open("w", buffering=1, encoding="utf-8")
         # Jobs share one process: each must measure its own peak, without what the job before it still holds.
         reset_peak_memory()
         started = time.time()
@@ -120,12 +110,21 @@ class Jobs:
             print(f"{label}: failed: {explain(error)}", file=sys.stderr, flush=True)
             self.failed.append(label)
             # Hydra ends at the first failure, so it is not told of one: others go on. A search has to know.
-            if self.searches or in_parallel:
+            if self.searches or os.getpid() != self.process:
                 raise
             return None
         minutes = (time.time() - started) / 60
         print(f"{label}: done in {minutes:.1f} minutes; {len(self.unfinished())} left", file=sys.__stdout__, flush=True)
         return result
+
+    def run(self, flags: Sequence[str], overrides: Sequence[str]) -> None:
+        """Let Hydra run the jobs: one after the other, or as the launcher and the sweeper that were chosen do."""
+        try:
+            hydra_main(self.name, self, *flags, *overrides)
+        except ERRORS:
+            if not self.runs:
+                raise
+            self.failed.append("a job in another process")
 
     def unfinished(self) -> list[str]:
         """The names of the runs that are still to train, or have failed."""
