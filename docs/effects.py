@@ -76,7 +76,7 @@ def of_norm() -> dict[str, tuple[float, Weights]]:
 def of_dropping() -> dict[str, tuple[float, Weights]]:
     """What dropping RoPE costs at 1x and is worth at 8x, by what else carries order: docs/log/dropping.md."""
     effects: dict[str, tuple[float, Weights]] = {}
-    for order in ("none", "key_offset", "conv", "window"):
+    for order in ("none", "key_offset", "conv", "window", "memory"):
         dropped, kept, nope = f"dropped-{order}", f"kept-{order}", f"nope-{order}"
         effects |= {
             f"dropped minus kept, {order}": (1, {dropped: 1, kept: -1}),
@@ -84,6 +84,19 @@ def of_dropping() -> dict[str, tuple[float, Weights]]:
             f"dropped minus NoPE from scratch, {order}": (8, {dropped: 1, nope: -1}),
         }
     return effects
+
+
+def of_newer() -> dict[str, tuple[float, Weights]]:
+    """What each newer encoding is ahead of, and at 8x by how much: docs/log/newer.md."""
+    repaired = "p_rope (temperature ssmax)"
+    pairs = [
+        ("lerope", repaired),
+        ("scale_invariant", repaired),
+        ("half_rope_nope", "window-nope"),
+        ("gated_delta", "fox"),
+        ("gated_delta-nope", "window-nope"),
+    ]
+    return {f"{newer} minus {older}": (8, {newer: 1, older: -1}) for newer, older in pairs}
 
 
 def of_features() -> dict[str, tuple[float, Weights]]:

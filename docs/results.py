@@ -53,7 +53,8 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
             write_text(root / PICTURE, plot.on_its_own(drawn))
             insert(root / "README.md", name, short(losses_of_text(first)))
         else:
-            lines = write_table(losses_of_text(results(runs)))
+            table = losses_of_text(results(runs))
+            lines = write_table(table[~table.line.str.startswith(frame.START)])  # without what runs started from
             if name in EFFECTS:
                 lines += ["", *effects.rows(runs, EFFECTS[name]())]
             insert(place(name, root), name, lines)
@@ -185,8 +186,7 @@ def paired(table: pd.DataFrame) -> list[str]:
 
 
 def at_lengths(table: pd.DataFrame) -> list[str]:
-    """Return a table of the losses at all lengths, of what was trained and not of what it began with."""
-    table = table[~table.line.str.startswith(frame.START)]
+    """Return a table of the losses at all lengths."""
     lengths = sorted(table.length.unique())
     return in_markdown(tabulated(table, {f"{table.unit.iloc[0]} at {n}": ("value", n) for n in lengths}))
 
@@ -219,12 +219,14 @@ ARCHIVES: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "qk_norm": by_length,
     "qk_norm_code": by_length,
     "dropping": by_length,
+    "newer": by_length,
     "olmpool": at_lengths,
 }
 EFFECTS = {
     "qk_norm": effects.of_norm,
     "qk_norm_code": effects.of_norm,
     "dropping": effects.of_dropping,
+    "newer": effects.of_newer,
     "olmpool": effects.of_features,
 }
 PAGES = {"qk_norm_code": "qk_norm"}  # the pages whose name is not that of the table

@@ -4,8 +4,9 @@ train() { python train.py -m data=markov eval.by_position=false 'eval.variants=[
 two="pe=hybrid pe.pattern=[local,global]" # two layers: one that carries the order, one that sees everything
 
 for s in ${SEEDS:-0 1 2 3 4}; do
-    train seed=$s pe=lerope name="lerope-s$s"
-    train seed=$s pe=scale_invariant pe.proportion=auto name="scale_invariant-s$s"
+    # At commit a185de3, which had these:
+    # train seed=$s pe=lerope name="lerope-s$s"
+    # train seed=$s pe=scale_invariant pe.proportion=auto name="scale_invariant-s$s"
     train seed=$s pe=half_rope_nope 'pe.pattern=[local,global]' name="half_rope-nope-s$s"
     train seed=$s pe=gated_delta name="gated_delta-s$s"
     train seed=$s $two pe.local.pe=gated_delta pe.local.window=null name="gated_delta-nope-s$s"

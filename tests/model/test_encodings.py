@@ -192,9 +192,7 @@ def test_packed_documents_are_read_as_if_each_was_alone(placed):
 @torch.no_grad()
 def test_absolute_encodings_and_only_they_notice_a_shift_of_all_positions(encoding):
     net = network(encoding)
-    is_absolute = encoding == "lerope"  # its temperature counts the tokens from the start of the text
-    for pe in net.encodings:
-        is_absolute |= type(pe).embed is not PositionEncoding.embed
+    is_absolute = any(type(pe).embed is not PositionEncoding.embed for pe in net.encodings)
 
     for read, longest in readings(net, 1000):
         n = 4 if longest == TRAIN_LEN else TRAIN_LEN
@@ -327,8 +325,8 @@ def test_gradients_in_bf16_are_near_those_in_float64(name, length):
     limit = 8 * 2.0**-9
     for key, exact in expected.items():
         # The bias of all scores of a head changes no softmax, and what FIRE's network has from c and its last weights
-        # is such a bias, nearly. What turns lerope's frequencies is a sum over all pairs of tokens, which cancels.
-        if name not in ("fire", "lerope") or key in "qkv":
+        # is such a bias, nearly.
+        if name != "fire" or key in "qkv":
             error = found[key].double() - exact
             assert error.norm() < limit * exact.norm(), key
 

@@ -93,28 +93,12 @@ def pope(pe, q, k, v, x):
     return products / math.sqrt(D)
 
 
-def lerope(pe, q, k, v, x):
-    """RoPE with learned frequencies, and a temperature of the position."""
-    position = torch.arange(T, dtype=torch.float64)[:, None]
-    angle = position * frequencies() * pe.alpha.exp()
-    scale = pe.scale_by_head[:, None, None]
-    offset = pe.offset[:, None, None]
-    factor = scale * (position + 1).log() + offset
-    return dot(turned(factor * q, angle), turned(k, angle))
-
-
 def profiles(pe, q, k, v, x):
     """A term for each distance, of which the layer's input makes the profile."""
     profile = torch.einsum("btc,hrc,rd->bhtd", x, pe.mix, pe.distances)
     distance = PAST.clamp(max=pe.max_distance).expand(B, H, T, T)
     is_near = pe.max_distance >= PAST
     return dot(q, k) + profile.gather(-1, distance) * is_near
-
-
-def scale_invariant(pe, q, k, v, x):
-    """arXiv 2505.17083, of p-RoPE that keeps no pair here, so that nothing is rotated; alpha = beta = e^0.5."""
-    a = (2 * ((PAST / 3 + 1).log() - 0.5 + 1)).sqrt()
-    return a * dot(q, k) - a**2 + 1
 
 
 def xpos(pe, q, k, v, x):
@@ -133,9 +117,7 @@ CASES = [
     (path_fox, {}),
     (selective_rope, {}),
     (pope, {}),
-    (lerope, {}),
     (profiles, {}),
-    (scale_invariant, {"proportion": 0.01, "tau": 3.0}),
     (xpos, {"gamma": 0.3, "scale_base": 50.0}),
 ]
 
@@ -146,7 +128,7 @@ def test_scores_are_those_of_the_paper(formula, options, window):
     pe = build_pe(formula.__name__, n_kv_head=KV, window=window, **options)
     if formula is pope:
         pe.delta.data.sub_(2.0)  # away from its limits, where it has another gradient
-    has_tables = formula in (pope, scale_invariant, xpos)  # which are fp32
+    has_tables = formula in (pope, xpos)  # which are fp32
 
     assert_is_defined_by(formula, pe, tol=1e-5 if has_tables else 1e-8)
 
