@@ -3,6 +3,7 @@
 python scripts/judge.py pe=mine                                  on data=markov, minutes on a CPU
 python scripts/judge.py pe=mine pe.horizon=32 experiment=compare     on source code
 python scripts/judge.py pe=yarn pe.scale=8 against=rerope seeds=5 data=text data.files='corpus/**/*.py'
+ROPEWALK_PLUGINS=board python scripts/judge.py entry=board/2026-11-30-mine     the encoding of an entry of the board
 
 The other keys are those of train.py and hold for both sides, but for pe.*. The same command resumes. The verdict lies
 in RUNS_DIR/verdicts/ as JSON. Each verdict of a folder is a try and makes the intervals of later ones wider: see
@@ -14,10 +15,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("scripts.judge")
 
-import json
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -25,7 +25,7 @@ from pydantic import Field
 
 from conf.schema import Config, ConfigError, Section, parse
 from data.base import build_data
-from lab.board import judge, trials
+from lab.board import board, judge, trials
 from ropewalk.app.cli import encoding, plain, program, quoted
 from ropewalk.app.run_dir import RunDir
 from ropewalk.files import write_json
@@ -34,9 +34,9 @@ CODES = {"better": 0, "not separated": 3, "worse": 4}
 
 
 class Arguments(Section):
+    entry: str | None
     against: str | dict[str, Any]
     seeds: int = Field(ge=2, le=1000)
-    format: Literal["text", "json"]
     runs_dir: str
 
 
@@ -46,21 +46,19 @@ def main(composed: DictConfig) -> None:
     args = parse(Arguments, {key: values[key] for key in Arguments.model_fields})
     mine, against = configurations(args)
     seeds = [mine.seed + i for i in range(args.seeds)]
-    sides = [trials.runs_of(cfg, [{"seed": seed} for seed in seeds]) for cfg in (mine, against)]
-    runs = [*sides[0], *sides[1]]
-    for run in runs:
-        RunDir(run).check()
+    sides = [[trials.run_of(cfg, seed=seed) for seed in seeds] for cfg in (mine, against)]
     path, number = trials.begin(Path(args.runs_dir), *sides)
-    trials.train_all(runs)
-    of_mine, of_other = map(judge.read, sides)
-    longest = max(mine.lengths)
-    findings = judge.judge(of_mine, of_other, train_len=mine.train_len, longest=longest, number=number)
+    losses = trials.measured(sides)
+    of_mine, of_other = map(judge.read, losses)
+    findings = judge.judge(of_mine, of_other, train_len=mine.train_len, longest=max(mine.lengths), number=number)
     deciding, *_ = findings
-    unit = trials.losses(runs[0])[mine.train_len].unit
+    word = findings[deciding].word
+    unit = losses[0][0][mine.train_len].unit
     found = f"{mine.pe['name']} against {against.pe['name']}: {judge.sentence(findings)}; {unit}"
+    sentence = f"{found}; {args.seeds} seeds; try {number} of {args.runs_dir}: intervals for {number}"
     verdict = {
-        "sentence": f"{found}; {args.seeds} seeds; try {number} of {args.runs_dir}: intervals for {number}",
-        "verdict": findings[deciding].word,
+        "sentence": sentence,
+        "verdict": word,
         "decided_by": deciding,
         "unit": unit,
         "measures": {name: finding._asdict() for name, finding in findings.items()},
@@ -68,11 +66,11 @@ def main(composed: DictConfig) -> None:
         "encoding": mine.pe,
         "against": against.pe,
         "seeds": seeds,
-        "runs": [str(RunDir(run).path) for run in runs],
+        "runs": [str(RunDir(run).path) for side in sides for run in side],
     }
     write_json(path, verdict)
-    print(json.dumps(verdict) if args.format == "json" else verdict["sentence"])
-    sys.exit(CODES[findings[deciding].word])
+    print(sentence)
+    sys.exit(CODES[word])
 
 
 def configurations(args: Arguments) -> tuple[Config, Config]:
@@ -85,7 +83,8 @@ def configurations(args: Arguments) -> tuple[Config, Config]:
     if not asked.keys() & {"data", "experiment", "init_from"}:
         asked["data"] = "data=markov"
     asked["runs_dir"] = f"runs_dir={quoted(args.runs_dir)}"
-    mine = trials.configuration(*asked.values())
+    chosen = {"pe": board.load(Path(args.entry)).pe} if args.entry else {}
+    mine = trials.configuration(*asked.values(), **chosen)
     # The options on the command line are those of `pe`; `against` has its own.
     shared = [override for key, override in asked.items() if key.partition(".")[0] != "pe"]
     against = trials.configuration(*shared, pe=encoding(args.against, "against"))

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
-from conf.schema import Config
-from lab.board.trials import losses
+from lab.board.trials import Losses
 from ropewalk.evaluation.statistics import Estimate, Sample, Samples, difference, stacked
 
 FIRST_LEVEL = 0.06  # two-sided; half of it, times the sum of 1 / k², pi² / 6, is 0.0493
@@ -35,13 +34,9 @@ class Finding(NamedTuple):
     word: str  # better, not separated or worse
 
 
-def read(runs: Sequence[Config]) -> Samples:
-    """Read the losses that the runs of one side measured, a seed each."""
-    of_seeds: dict[int, list[Sample]] = {}
-    for run in runs:
-        for length, row in losses(run).items():
-            of_seeds.setdefault(length, []).append(row.sample)
-    return {length: stacked(samples) for length, samples in of_seeds.items()}
+def read(of_seeds: Sequence[Losses]) -> Samples:
+    """Return the losses of one side as one sample at each length, from those of each seed."""
+    return {length: stacked([rows[length].sample for rows in of_seeds]) for length in of_seeds[0]}
 
 
 def judge(mine: Samples, against: Samples, *, train_len: int, longest: int, number: int) -> dict[str, Finding]:
@@ -67,6 +62,7 @@ def judge(mine: Samples, against: Samples, *, train_len: int, longest: int, numb
     level = FIRST_LEVEL / number**2
     findings: dict[str, Finding] = {}
     for name, advantage in advantages.items():
+        # Most of the level is that of the first measure, which decides.
         own_level = level * ((1 - DECIDING) / (len(advantages) - 1) if findings else DECIDING)
         e = at_level(advantage, own_level)
         word = "not separated" if not e.separated else "better" if e.value > 0 else "worse"
@@ -92,8 +88,5 @@ def _at_best(side: Samples, train_len: int) -> Sample:
 
 def sentence(findings: Mapping[str, Finding]) -> str:
     """Say what was found, as in "8x or cut +0.021 ± 0.010 (better), 1x -0.004 ± 0.006 (not separated)"."""
-    words = []
-    for name, found in findings.items():
-        value = round(found.bits, 3) + 0.0  # of -0.0 makes 0.0
-        words.append(f"{name} {value:+.3f} ± {(found.high - found.low) / 2:.3f} ({found.word})")
+    words = [f"{name} {f.bits:+z.3f} ± {(f.high - f.low) / 2:.3f} ({f.word})" for name, f in findings.items()]
     return ", ".join(words)

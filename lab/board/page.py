@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lab.benchmarks.measure import markdown as lines_of
-from lab.board.rules import RATES, Row, holder_of
+from lab.board.rules import IN_WORDS, Row, holder_of
 from ropewalk.report import plot
 
 LOWEST = -60.0  # percent: the bottom of the figure
@@ -15,65 +15,69 @@ HEAD = """\
 <!-- written by `make board` from board/*/verdict.json -->
 
 Each encoding is trained in the same small network on texts of 64 tokens, with a Markov chain each, and then reads texts
-of 512. Its score is what it gains there over the text cut to 64 tokens, in percent of what is possible, over chains
-that stay the same and chains that change. The best possible predictor has 100; whoever cuts the text has 0. *1x* is the
-loss at 64 tokens above RoPE's, in bits; *step* the time of a training step and *parameters* their number, both as
-multiples of RoPE's.
+of 512. Its *score* is what it gains there over the text cut to 64 tokens, in percent of what is possible, over chains
+that stay the same and chains that change: the best possible predictor has 100, and whoever cuts the text has 0.
+*Ahead* is the difference to the holder of the record, which was trained beside it with the same seeds. *1x* is the loss
+at 64 tokens above RoPE's, in bits; *step* the time of a training step and *parameters* their number, as multiples of
+RoPE's. An entry that breaks a rule stays, struck through.
 """
-ENTER = """\
+ENTER = f"""\
 ## Enter
 
 1. Copy `board/2026-11-25-rope` to `board/DATE-NAME`; write `encoding.py` and `pe.yaml` ([how](../program.md)).
 2. Say in ten lines of README.md what the idea is, where it comes from, and what was tried and failed.
-3. Commit, then `make board PE=board/DATE-NAME`: 20 trainings of about a minute, one on each core; 60 more for a record.
+3. Commit, then `make board PE=board/DATE-NAME`: 20 trainings of about a minute, one on each core; 60 more if promising.
 4. Open a pull request: it is judged again, with seeds and texts drawn from its merge commit, and that verdict counts.
-5. Allowed: 2 % more parameters than RoPE, twice its time of a step, a learning rate of {rates}. Nothing else is tuned.
+5. Allowed are 2 % more parameters than RoPE's, twice its time of a step, and a learning rate of {IN_WORDS}.
 
-A record is better than its holder, which is trained beside it with the same seeds: p < 0.01, paired, after Holm's
-correction for all entries so far; and at 1x surely no more than 0.02 bits above RoPE. Five seeds make a line; if they
-are promising, fifteen more decide. With `help` from the network, such as a convolution, an entry holds no record. One
-that breaks a rule stays here, struck through.
+A record is ahead of its holder with p < 0.01, paired by seed, after Holm's correction for all entries so far. At 1x it
+is surely no more than 0.02 bits above RoPE, and it has no `help` from the network, such as a convolution.
 
-What this can find depends on how much the difference of two scores varies from seed to seed. In 300 simulated boards a
-gain of 5 points after 28 equal entries is a record in 98 % where the standard deviation is 3, as between FoX and ALiBi;
-where it is 8.6, as between KERPLE and these, in 6 %, and one of 12.5 points in 94 %. Of 30 equal entries one is a false
-record in 1 % of boards (`tests/lab/board/test_rules.py`).
+In 300 simulated boards a gain of 5 points after 28 equal entries is a record in 98 % where the difference of two scores
+has a standard deviation of 3 from seed to seed, as between FoX and ALiBi. Where it is 8.6, as between KERPLE and these,
+it is one in 6 %, and a gain of 12.5 points in 94 %. Of 30 equal entries one is a false record in 1 % of boards
+(`tests/lab/board/test_rules.py`).
 """
+
+
+def cells(row: Row) -> dict[str, str]:
+    """What is said of an entry, by column."""
+    v = row.verdict
+    return {
+        "entry": v.entry,
+        "score": f"{row.score.value:.1f} ± {row.score.half:.1f}",
+        "seeds": str(len(v.seeds)),
+        "ahead": f"{row.ahead.value:+.1f} of {v.holder}" if row.ahead else "",
+        "p": f"{row.p:.1g}" if row.ahead else "",
+        "1x": f"{row.above:+.3f}",
+        "step": f"{v.cost:.2f}",
+        "parameters": f"{v.parameters:.2f}",
+        "lr": f"{v.lr:g}",
+        "help": ", ".join(f"{key} {value}" for key, value in v.help.items()),
+        "": row.remark,
+    }
 
 
 def line(row: Row) -> str:
     """One entry in one line of a terminal."""
-    v = row.verdict
-    words = f"{v.entry}: {row.score.value:.1f} ± {row.score.half:.1f} % of the possible at 8x with {len(v.seeds)} seeds"
-    if row.ahead:
-        words += f", {row.ahead.value:+.1f} against {v.holder} (p = {row.p:.2g} for all entries)"
-    words += f"; 1x {row.above:+.3f} bits; step {v.cost:.2f}, parameters {v.parameters:.2f}"
-    return f"{words}: {row.remark or 'no record'}"
+    said = [f"{name} {cell}" for name, cell in cells(row).items() if name and cell]
+    return f"{', '.join(said)}: {row.remark or 'no record'}"
 
 
 def markdown(rows: Sequence[Row], figure: str) -> str:
     """The page of the lines of a board, which are in the order in which they were judged."""
     table = []
+    # Who broke a rule comes last, whatever it scored.
     for row in sorted(rows, key=lambda row: (bool(row.broken), -row.score.value)):
-        v = row.verdict
-        mark = "~~" if row.broken else "**" if v.entry == holder_of(rows) else ""
-        table.append({
-            "entry": f"{mark}[{v.entry}](../board/{v.entry}/README.md){mark}",
-            "score": f"{row.score.value:.1f} ± {row.score.half:.1f}", "1x": f"{row.above:+.3f}",
-            "step": f"{v.cost:.2f}", "parameters": f"{v.parameters:.2f}", "lr": f"{v.lr:g}",
-            "help": ", ".join(f"{key} {value}" for key, value in v.help.items()), "": row.remark,
-        })  # fmt: skip
-    records: list[dict[str, str]] = []
-    for row in rows:
-        if row.is_record and row.ahead:
-            score = {"entry": row.verdict.entry, "score": f"{row.score.value:.1f}", "ahead of": str(row.verdict.holder)}
-            records.append(score | {"by": f"{row.ahead.value:+.1f}", "p": f"{row.p:.1g}"})
-    enter = ENTER.format(rates=", ".join(f"{rate:g}" for rate in RATES))
-    if not rows:
-        return f"{HEAD}\nNo entry has been judged yet.\n\n{enter}"
-    picture = f"![Score against the time of a step]({figure})"
-    history = "\n".join(lines_of(records)) or "Nobody has beaten RoPE yet."
-    return "\n\n".join([HEAD.rstrip(), "\n".join(lines_of(table)), picture, "## Records", history, enter])
+        entry = row.verdict.entry
+        mark = "~~" if row.broken else "**" if entry == holder_of(rows) else ""
+        table.append(cells(row) | {"entry": f"{mark}[{entry}](../board/{entry}/README.md){mark}"})
+    parts = ["No entry has been judged yet."]
+    if rows:
+        records = [f"1. {line(row)}" for row in rows if row.is_record]
+        picture = f"![Score against the time of a step]({figure})"
+        parts = ["\n".join(lines_of(table)), picture, "## Records", "\n".join(records)]
+    return "\n\n".join([HEAD.rstrip(), *parts, ENTER])
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -21,6 +21,7 @@ from conf.schema import Section
 from ropewalk.evaluation.statistics import Estimate, holm, over_seeds, p_value
 
 RATES = (0.75e-3, 1.5e-3, 3e-3, 6e-3, 12e-3)  # the learning rates that an entry may choose from
+IN_WORDS = ", ".join(f"{rate:g}" for rate in RATES)
 PARAMETERS, COST, ABOVE = 1.02, 2.0, 0.02  # at most: both as multiples of RoPE's; bits at 1x above RoPE
 LEVEL = 0.01
 FEW, MANY = 5, 20  # seeds of an entry; of one that may be a record
@@ -74,20 +75,20 @@ class Row(NamedTuple):
     @property
     def is_record(self) -> bool:
         """True also for the first entry, which has nobody to beat."""
+        # The p-value has two sides.
         better = self.ahead is None or (self.ahead.value > 0 and self.p < LEVEL)
         return better and not self.broken and not self.short_of
 
     @property
     def remark(self) -> str:
         """What is to be said of an entry besides its numbers; "" for most."""
-        if self.broken:
-            return f"breaks a rule: {'; '.join(self.broken)}"
-        return "record" if self.is_record else "; ".join(self.short_of)
+        return "; ".join([*self.broken, *self.short_of]) or ("record" if self.is_record else "")
 
 
 def drawn_seeds(commit: str) -> list[int]:
     """The seeds of an entry, drawn from the commit that it is judged at."""
     digest = hashlib.shake_256(f"board {commit}".encode()).digest(4 * MANY)
+    # As many bits as every generator takes.
     return [int(seed) for seed in np.frombuffer(digest, dtype="<u4") >> 1]
 
 
@@ -104,46 +105,52 @@ def is_promising(mine: Measured, holder: Measured) -> bool:
 
 def row_of(verdict: Verdict, earlier: Sequence[Row]) -> Row:
     """The line of an entry on the board that had the `earlier` lines, of which the first is RoPE's."""
-    tests = [row.ahead for row in earlier if row.ahead]
     ahead, p = None, 1.0
     if verdict.measured_of_holder:
         ahead = ahead_of(verdict.measured, verdict.measured_of_holder)
-        p, *_ = holm([p_value(e) for e in (ahead, *tests)])
-    above = above_rope(verdict.measured, earlier[0].verdict.measured if earlier else verdict.measured)
-    short_of = []
-    if earlier and not upper_bound(above) <= ABOVE:
-        short_of.append(f"at 1x it may be {upper_bound(above):.3f} bits above RoPE, at most {ABOVE}")
-    if verdict.help:
-        short_of.append("it has help from the network")
+        # Whatever was tested before may have named a record by chance.
+        p, *_ = holm([p_value(ahead), *(p_value(row.ahead) for row in earlier if row.ahead)])
+    above, bound = above_rope(verdict.measured, earlier[0].verdict.measured if earlier else verdict.measured)
     holder = holder_of(earlier)
-    if holder != verdict.holder:
-        short_of.append(f"it was compared with {verdict.holder}, and the record is {holder}'s: judge it again")
+    of_records = [
+        (not earlier or bound <= ABOVE, f"at 1x it may be {bound:.3f} bits above RoPE, at most {ABOVE}"),
+        (not verdict.help, "it has help from the network"),
+        (holder == verdict.holder,
+         f"it was compared with {verdict.holder}, and the record is {holder}'s: judge it again"),
+    ]  # fmt: skip
     score = over_seeds(verdict.measured.scores())
-    return Row(verdict, score, ahead, p, above.value, broken_rules(verdict), short_of)
+    return Row(verdict, score, ahead, p, above, unmet(of_entries(verdict)), unmet(of_records))
 
 
-def above_rope(mine: Measured, rope: Measured) -> Estimate:
-    """How many bits above RoPE an encoding is at 1x. Both are above the optimum, so other texts and seeds compare."""
+def above_rope(mine: Measured, rope: Measured) -> tuple[float, float]:
+    """How many bits above RoPE an encoding is at 1x, and the upper end of the one-sided 95 % interval.
+
+    Both are measured above the optimum, so they need not have the same texts and seeds.
+    """
     a, b = (over_seeds(np.mean(side.excess, axis=0)) for side in (mine, rope))
-    error = float(np.hypot(a.error, b.error))
-    value = a.value - b.value
-    return a._replace(value=value, low=value, high=value, error=error, freedom=min(a.freedom, b.freedom))
+    quantile = float(stdtrit(min(a.freedom, b.freedom), 0.95))
+    return a.value - b.value, a.value - b.value + quantile * float(np.hypot(a.error, b.error))
 
 
-def upper_bound(e: Estimate) -> float:
-    """Return the upper end of the one-sided 95 % interval."""
-    return e.value + float(stdtrit(e.freedom, 0.95)) * e.error
+Rules = list[tuple[bool, str]]  # whether one is kept, and what to say if it is not
 
 
-def broken_rules(verdict: Verdict) -> list[str]:
-    """The rules that an entry breaks, each with what it did."""
+def of_entries(verdict: Verdict) -> Rules:
+    """The rules of an entry, each with what it did."""
     drawn = drawn_seeds(verdict.commit)
-    rules = [
+    return [
         (verdict.parameters <= PARAMETERS, f"{verdict.parameters:.2f} times RoPE's parameters, at most {PARAMETERS}"),
         (verdict.cost <= COST, f"a step takes {verdict.cost:.1f} times RoPE's, at most {COST:g}"),
-        (verdict.lr in RATES, f"learning rate {verdict.lr:g}: choose one of {', '.join(map('{:g}'.format, RATES))}"),
+        (verdict.lr in RATES, f"learning rate {verdict.lr:g}: choose one of {IN_WORDS}"),
         (verdict.seeds in (drawn[:FEW], drawn), f"its seeds are not those of commit {verdict.commit[:8]}"),
-    ]
+        # Nobody is better who does not see the future, as by a mean over the whole text.
+        (float(np.mean(verdict.measured.excess)) >= 0,
+         "at 1x it is better than the best possible predictor: it reads what it is to predict"),
+    ]  # fmt: skip
+
+
+def unmet(rules: Rules) -> list[str]:
+    """What there is to say of the rules that are not kept."""
     return [words for kept, words in rules if not kept]
 
 
@@ -157,5 +164,4 @@ def standings(verdicts: Iterable[Verdict]) -> list[Row]:
 
 def holder_of(rows: Sequence[Row]) -> str | None:
     """The entry that holds the record; None: there is none yet."""
-    records = [row.verdict.entry for row in rows if row.is_record]
-    return records[-1] if records else None
+    return next((row.verdict.entry for row in reversed(rows) if row.is_record), None)

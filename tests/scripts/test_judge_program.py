@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import train as training
 from lab.board import trials
 from scripts import judge as program
 
@@ -13,8 +14,8 @@ CODES = {"better": 0, "not separated": 3, "worse": 4}
 @pytest.fixture
 def judge(train, script, monkeypatch):
     """`judge("pe=alibi", ...)` runs the command line on the small corpus and model of `train`."""
-    monkeypatch.setattr(trials, "processes", lambda: 1)
     monkeypatch.setattr("train.show_results", lambda run: 0.0)
+    monkeypatch.setattr(trials, "train_apart", training.train)  # in this process, which has imported it
     return lambda *arguments: script(program, *train.complete("seeds=2", "eval.lengths=[1,4]", *arguments))
 
 
@@ -22,7 +23,7 @@ def runs_in(folder):
     return sorted(str(path.parent) for path in folder.glob("*/training.json"))
 
 
-def test_a_try_ends_with_one_line_and_a_file_and_repeated_it_is_the_same_try(judge, train):
+def test_a_try_ends_with_one_line_and_a_file_and_repeated_it_is_the_same_try(judge, train, tmp_path):
     said = judge("pe=alibi")
     line = said.out.splitlines()[-1]
 
@@ -37,8 +38,14 @@ def test_a_try_ends_with_one_line_and_a_file_and_repeated_it_is_the_same_try(jud
     assert sorted(verdict["runs"]) == runs_in(train.runs)
     assert said.code == CODES[verdict["verdict"]]
 
-    again = judge("pe=alibi", "format=json")
-    assert json.loads(again.out.splitlines()[-1]) == verdict
+    # As an entry of the board it is the same try, too.
+    entry = tmp_path / "2026-01-01-alibi"
+    entry.mkdir()
+    (entry / "pe.yaml").write_text("pe: alibi\n")
+    (entry / "README.md").write_text("Slopes.\n")
+    for again in ("pe=alibi", f"entry={entry}"):
+        assert judge(again).out.splitlines()[-1] == line
+    assert json.loads(file.read_text()) == verdict
 
 
 def test_a_reading_and_an_edited_encoding_are_other_tries(judge, train, monkeypatch):

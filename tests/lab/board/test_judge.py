@@ -9,7 +9,6 @@ from scipy import stats
 from conf.schema import Config, parse
 from lab.board import trials
 from lab.board.judge import at_level, judge
-from lab.board.rules import upper_bound
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import with_variants
 from ropewalk.evaluation.statistics import Sample, estimate
@@ -159,11 +158,10 @@ def test_tries_that_begin_at_once_wait_for_each_other_and_get_numbers_of_their_o
     assert sorted(numbers) == [1, 2, 3, 4]
 
 
-def test_intervals_and_bounds_of_one_seed_are_student_s_over_texts():
+def test_intervals_of_one_seed_are_student_s_over_texts():
     values = np.random.default_rng(0).normal(2, 1, 30)
     of_texts = estimate(Sample(values[None], np.ones(30)))
     student = stats.t(29, values.mean(), stats.sem(values))
 
     corrected = at_level(of_texts, 0.001)
     assert (corrected.low, corrected.high) == pytest.approx(student.interval(0.999))
-    assert upper_bound(of_texts) == pytest.approx(student.ppf(0.95))

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from lab.board import page, rules
 from lab.board.rules import FEW, MANY, Measured, Row, Verdict, drawn_seeds, is_promising, row_of
@@ -117,6 +118,7 @@ def entered(**options) -> Row:
         ({"cost": 2.4}, "a step takes 2.4 times RoPE's"),
         ({"lr": 0.005}, "learning rate 0.005: choose one of 0.00075, 0.0015"),
         ({"seeds": [0, 1, 2, 3, 4]}, "its seeds are not those of commit"),
+        ({"above": -EXCESS - 0.03}, "at 1x it is better than the best possible predictor"),
     ],
 )
 def test_who_cheats_is_struck_through_with_the_reason(options, reason):
@@ -135,7 +137,7 @@ def test_the_same_entry_without_the_cheat_is_a_record():
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"above": 0.03}, "at 1x"), ({"help": {"conv": 4}}, "help"), ({"holder": "x"}, "again")],
+    [({"above": 0.0195}, "at 1x"), ({"help": {"conv": 4}}, "help"), ({"holder": "x"}, "again")],
 )
 def test_what_cannot_be_a_record_says_why(options, reason):
     row = entered(**options)
@@ -154,6 +156,16 @@ def test_a_later_entry_does_not_come_before_a_record_whatever_its_name():
 
     assert [row.verdict.entry for row in again] == ["00", "01", "00-late"]
     assert rules.holder_of(again) == "01"
+
+
+def test_the_bound_at_1x_is_that_of_student_s_one_sided_interval():
+    excess = EXCESS + 0.01 * np.random.default_rng(0).standard_normal(FEW)
+    mine, rope = (Measured(gain=[], possible=[], excess=[list(values)] * 2) for values in (excess, [EXCESS] * MANY))
+    above, bound = rules.above_rope(mine, rope)
+
+    of_seeds = stats.ttest_1samp(excess - EXCESS, 0)
+    assert above == pytest.approx(np.mean(excess) - EXCESS)
+    assert bound == pytest.approx(of_seeds.confidence_interval(0.9).high)
 
 
 def blind_copier(length: int, seed: int, texts: int = 64) -> float:
