@@ -20,18 +20,21 @@ def rows(runs: Runs, effects: Effects) -> list[str]:
     The interval is over seeds and texts, as everywhere. The test has seeds - 1 degrees of freedom, the fewest that it
     can have, and Holm's correction for all effects.
     """
-    first = runs.results[(runs.results.kind == "lengths") & (runs.results.quantity == "loss")].iloc[0]
+    losses = runs.results[(runs.results.kind == "lengths") & (runs.results.quantity == "loss")]
+    (train_len,) = losses.train_len.unique()  # of all lines
+    (unit,) = losses.unit.unique()
     estimates = {}
     for name, (multiple, weights) in effects.items():
-        estimates[name] = effect(runs, round(multiple * first.train_len), weights)
+        estimates[name] = effect(runs, round(multiple * train_len), weights)
     corrected = holm([p_value(e) for e in estimates.values()])
     cells = []
     for (name, e), p in zip(estimates.items(), corrected, strict=True):
         shown = "< 0.001" if p < 0.001 else f"{p:.3f}"
         if e.seeds == 1:  # which leaves no degree of freedom
             shown = ""
-        cells.append([name, f"{effects[name][0]:g}x", e.seeds, amount(*e[:3], sign="+"), shown])
-    return markdown_table(["effect", "at", "seeds", first.unit, "p"], cells)
+        length = f"{effects[name][0] * train_len:g} tokens"
+        cells.append([name, length, e.seeds, amount(*e[:3], sign="+"), shown])
+    return markdown_table(["effect", "at", "seeds", unit, "p"], cells)
 
 
 def effect(runs: Runs, length: int, weights: Weights) -> Estimate:
@@ -92,6 +95,7 @@ def of_newer() -> dict[str, tuple[float, Weights]]:
     pairs = [
         ("lerope", repaired),
         ("scale_invariant", repaired),
+        ("scale_invariant", "rope"),
         ("half_rope_nope", "window-nope"),
         ("gated_delta", "fox"),
         ("gated_delta-nope", "window-nope"),

@@ -49,16 +49,14 @@ def main(composed: DictConfig) -> None:
     sides = [[trials.run_of(cfg, seed=seed) for seed in seeds] for cfg in (mine, against)]
     path, number = trials.begin(Path(args.runs_dir), *sides)
     losses = trials.measured(sides)
-    of_mine, of_other = map(judge.read, losses)
-    findings = judge.judge(of_mine, of_other, train_len=mine.train_len, longest=max(mine.lengths), number=number)
+    of_sides = map(judge.read, losses)
+    findings = judge.judge(*of_sides, train_len=mine.train_len, longest=max(mine.lengths), number=number)
     deciding, *_ = findings
-    word = findings[deciding].word
     unit = losses[0][0][mine.train_len].unit
-    found = f"{mine.pe['name']} against {against.pe['name']}: {judge.sentence(findings)}; {unit}"
-    sentence = f"{found}; {args.seeds} seeds; try {number} of {args.runs_dir}: intervals for {number}"
     verdict = {
-        "sentence": sentence,
-        "verdict": word,
+        "sentence": f"{mine.pe['name']} against {against.pe['name']}: {judge.sentence(findings)}; {unit}; "
+        f"{args.seeds} seeds; try {number} of {args.runs_dir}: intervals for {number}",
+        "verdict": findings[deciding].word,
         "decided_by": deciding,
         "unit": unit,
         "measures": {name: finding._asdict() for name, finding in findings.items()},
@@ -69,8 +67,8 @@ def main(composed: DictConfig) -> None:
         "runs": [str(RunDir(run).path) for side in sides for run in side],
     }
     write_json(path, verdict)
-    print(sentence)
-    sys.exit(CODES[word])
+    print(verdict["sentence"])
+    sys.exit(CODES[findings[deciding].word])
 
 
 def configurations(args: Arguments) -> tuple[Config, Config]:
@@ -92,8 +90,10 @@ def configurations(args: Arguments) -> tuple[Config, Config]:
         raise ConfigError(f"pe={mine.pe['name']} and against are the same: choose the encoding to judge with pe=NAME")
     task = build_data(mine.data).task
     if task:
-        remedy = "judge on text or data=markov, and compare tasks with scripts/report.py"
-        raise ConfigError(f"data={task} is a task, which some seeds learn and others do not: {remedy}")
+        raise ConfigError(
+            f"data={task} is a task, which some seeds learn and others do not: judge on text or data=markov, and "
+            "compare tasks with scripts/report.py"
+        )
     if mine.train_len not in mine.lengths:
         raise ConfigError(f"eval.lengths={mine.eval.lengths} lacks the training length: add 1")
     return mine, against

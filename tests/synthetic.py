@@ -109,14 +109,22 @@ def write_run(folder, pe="rope", seed=0, *, name=None, task=None, identity="a", 
     (run / "data.json").write_text(json.dumps({"sha256": task or identity}))
     if finished:
         (run / "training.json").write_text(json.dumps(TRAINING))
-        evaluate(run, values, task=task, **found)
+        evaluate(run, task=task, **found)
     return run
 
 
+def write_runs(folder, *encodings, seeds=(0,), **options):
+    """A run of each encoding and seed."""
+    for seed in seeds:
+        for pe in encodings:
+            write_run(folder, pe, seed, **options)
+
+
 def evaluate(
-    run, values, *, task=None, variants=(), kinds=("lengths",), step=STEPS, settings=None, noise=0.02, falls=None
+    run, config=None, *, task=None, variants=(), kinds=("lengths",), step=STEPS, settings=None, noise=0.02, falls=None
 ):
-    """Results of a run; `variants` are names, or (name, options), of what reads it zero-shot at scale 8."""
+    """Results of a run, or of another `config`; `variants` are names, or (name, options), that read it at scale 8."""
+    values = yaml.safe_load((run / "config.yaml").read_text()) | (config or {})
     pe = values["pe"]
     readings = [Variant(label=pe["name"], pe=pe, scale=1.0, zero_shot=False)]
     for variant in variants:

@@ -9,6 +9,8 @@ import pytest
 from conftest import train_here
 
 from lab.board import board, page, rules, trials
+from model.gpt import GPT
+from ropewalk.app.cli import encoding
 from scripts import enter as program
 
 MINE = '''"""RoPE, as somebody writes it who has another idea."""
@@ -18,6 +20,25 @@ from model.position.rotary import Rotary
 
 class Mine(Rotary):
     pass
+'''
+HEAVY = '''"""RoPE with 1,000 more parameters, and a sum over millions of numbers in each step."""
+
+import torch
+
+from model.position.rotary import Rotary
+
+
+class Heavy(Rotary):
+    def __init__(self, shape, **options):
+        super().__init__(shape, **options)
+        self.unused = torch.nn.Parameter(torch.zeros(1000))
+
+    def reset_parameters(self, generator):
+        torch.nn.init.zeros_(self.unused)
+
+    def tables(self, pos, length):
+        sum(range(3_000_000))
+        return super().tables(pos, length)
 '''
 TRACK = [
     "model.n_layer=1", "model.dim=16", "model.n_head=2", "model.head_dim=8", "trainer.max_steps=2",
@@ -134,6 +155,20 @@ def test_a_reading_that_ends_before_the_longest_text_is_refused_before_it_is_tra
     learned = board.configured(board.load(entries / "2026-01-03-yarn"), TRACK)
     with pytest.raises(ValueError, match="learned ends at 16 tokens"):
         board.size_and_cost(learned)
+
+
+def test_size_and_cost_are_multiples_of_those_of_rope(entries):
+    folder = entries / "2026-01-04-heavy"
+    folder.mkdir()
+    (folder / "README.md").write_text("An idea.\n")
+    (folder / "encoding.py").write_text(HEAVY)
+    (folder / "pe.yaml").write_text("name: heavy\n_target_: board.2026-01-04-heavy.encoding.Heavy\n")
+    heavy = board.configured(board.load(folder), TRACK)
+    parameters, cost = board.size_and_cost(heavy)
+
+    of_rope = sum(p.numel() for p in GPT(heavy.model, encoding("rope"), vocab_size=10, train_len=16).parameters())
+    assert parameters == pytest.approx(1 + 1000 / of_rope, abs=1e-4)
+    assert cost > rules.COST
 
 
 def test_the_page_of_this_repository_is_what_its_verdicts_make():

@@ -5,11 +5,11 @@ import re
 
 import numpy as np
 import pytest
-from synthetic import LENGTHS, write_run
+from synthetic import write_runs
 
+import ropewalk
 from ropewalk.report.answer import answer
-from ropewalk.report.frame import load
-from ropewalk.report.table import BEST_POSSIBLE, over_seeds, results, verdict
+from ropewalk.report.table import over_seeds, verdict
 
 SAID = {
     "better": "it gains",
@@ -23,23 +23,28 @@ COUNTED = {
     "worse": r"(\d+) (?:is|are) worse\b",
     "undecided": r"(\d+) (?:is|are) undecided\b",
 }
-LINES = [
-    ["fox"],
-    ["alibi", "rope"],
-    ["rope", "fox", "cope", "alibi", "nope"],  # which gain, stay level and fail
+# Encodings, and by what their weights are read too.
+RUNS = [
+    (["fox"], []),
+    (["alibi", "rope"], ["rerope"]),
+    (["rope", "fox", "cope", "alibi", "nope"], ["yarn"]),  # which gain, stay level and fail
 ]
 
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
     measured = []
-    for number, lines in enumerate(LINES):
+    for n_seeds, (encodings, variants) in enumerate(RUNS, start=1):
         folder = tmp_path_factory.mktemp("runs")
-        for seed in range(number + 1):
-            for pe in lines:
-                variants = ["yarn", "rerope"] if pe == "rope" else []
-                write_run(folder, pe, seed, noise=0.01, variants=variants, falls=0.06)
-        measured.append(results(load(folder)))
+        write_runs(
+            folder,
+            *encodings,
+            seeds=range(n_seeds),
+            variants=variants,
+            noise=0.01,
+            falls=0.06,
+        )
+        measured.append(ropewalk.runs(folder))
     return measured
 
 
@@ -48,68 +53,74 @@ def scrambled(table, rng):
     n = len(table)
     table = table.assign(tied=rng.random(n) < 0.5)
     for name in ("gain", "lead", "share"):
-        table[name] = rng.normal(0, 0.05, n)
-        half = rng.exponential(0.05, n)
-        table[f"{name}_low"] = table[name] - half
-        table[f"{name}_high"] = table[name] + half
+        three = rng.normal(0, 0.05, (n, 3))
+        table[[f"{name}_low", name, f"{name}_high"]] = np.sort(three, axis=1)
     intervals = zip(table.gain_low, table.gain_high, strict=True)
     table["verdict"] = [verdict(low, high, 0.02) for low, high in intervals]
-    table.loc[rng.random(n) < 0.1, ["value", "low", "high"]] = math.nan
+    table["value"] = table.value.mask(rng.random(n) < 0.1)  # it diverged
     return table
 
 
 @pytest.mark.parametrize("number", range(60))
 def test_no_answer_contradicts_itself_or_the_table(tables, number):
-    rng = np.random.default_rng(number)
     table = tables[number % 3]
     if number >= 3:
-        table = scrambled(table, rng)
+        table = scrambled(table, np.random.default_rng(number))
     sentences = answer(table)
     text = " ".join(sentences)
     assert 1 <= len(sentences) <= 4
     assert not re.search(r"\b(nan|inf)\b|-0\.000(?! ±)", text)
     assert sentences == answer(table.sample(frac=1, random_state=number)), "the order of rows decides"
 
-    rows = over_seeds(table)
-    lines = rows[rows.line != BEST_POSSIBLE]
-    last = lines[lines.value.notna() & (lines.length == max(LENGTHS))].sort_values("rank")
-    if last.empty:
-        return
     # The first sentence has one of the words, that of the table.
-    first = last.iloc[0]
+    rows = over_seeds(table)
+    lines = rows.query("line != 'best possible'")
+    finite = lines.dropna(subset="value")
+    last = finite.query("length == length.max()").sort_values("rank")
+    first, *others = last.itertuples()
+    has_rivals = any(other.tied for other in others)
     said = [word for word, words in SAID.items() if words in sentences[0]]
     assert said == [first.verdict]
-    rivals = last[last.tied.eq(True) & (last.line != first.line)]
-    assert ("told apart" in text) == (len(rivals) > 0)
-    assert ("is best" in text) == (len(last) > 1 and rivals.empty)
-    worse_there = first.line != first.reference and first.lead_high < 0
-    assert (f"{first.reference} is still better" in text) == (worse_there and first.verdict != "worse")
+    assert ("told apart" in text) == has_rivals
+    assert ("is best" in text) == (others != [] and not has_rivals)
+    is_behind = first.line != first.reference and first.lead_high < 0
+    assert (f"{first.reference} is still better" in text) == (is_behind and first.verdict != "worse")
 
     # Every line has one word, and none is left out without a word.
-    if len(last) > 1:
+    if others:
         sentence = re.sub("both|all", str(len(last)), sentences[1])
-        counts = {word: sum(map(int, re.findall(pattern, sentence))) for word, pattern in COUNTED.items()}
-        assert counts == {word: (last.verdict == word).sum() for word in COUNTED}
+        for word, pattern in COUNTED.items():
+            counts = map(int, re.findall(pattern, sentence))
+            assert sum(counts) == (last.verdict == word).sum(), word
     assert ("not compared" in text) == (set(lines.line) > set(last.line))
     assert ("another training may differ" in text) == (last.seeds.max() == 1)
 
     # A share is said of a gain alone, where there is something to gain.
-    best = rows[(rows.line == BEST_POSSIBLE) & (rows.length == max(LENGTHS))].iloc[0]
-    assert ("% of that" in text) == (best.verdict == first.verdict == "better")
+    (possible,) = rows.query("line == 'best possible' and length == @first.length").verdict
+    assert ("% of that" in text) == (possible == first.verdict == "better")
 
 
 @pytest.mark.parametrize(
     ("verdicts", "expected"),
     [
-        (["level", "better", "level"], "level or better at each of 3 lengths beyond 256 tokens."),
-        (["level", "undecided", "better"], "level or better up to 512 tokens; at 1,024 it is undecided"),
-        (["worse", "better", "level"], "Already at 512 tokens, the first length beyond 256, it is worse"),
+        (
+            ["level", "better", "level"],
+            "level or better at each of 3 lengths beyond 256 tokens.",
+        ),
+        (
+            ["level", "undecided", "better"],
+            "level or better up to 512 tokens; at 1,024 it is undecided",
+        ),
+        (
+            ["worse", "better", "level"],
+            "Already at 512 tokens, the first length beyond 256, it is worse",
+        ),
     ],
 )
-def test_how_far_a_line_alone_goes(tables, verdicts, expected):
-    rows = over_seeds(tables[0])
-    longer = rows[(rows.line == "fox") & (rows.length > 256)]
-    assert expected in answer(longer.assign(verdict=verdicts))[1]
+def test_a_line_alone_is_good_up_to_the_first_length_that_is_not(tables, verdicts, expected):
+    rows = over_seeds(tables[0]).query("line == 'fox' and length > 256")
+    _, how_far, *_ = answer(rows.assign(verdict=verdicts))
+    assert expected in how_far
 
 
 @pytest.mark.parametrize(
@@ -127,5 +138,5 @@ def test_how_far_a_line_alone_goes(tables, verdicts, expected):
         (-0.021, -0.001, "worse"),
     ],
 )
-def test_each_word_has_one_rule(low, high, word):
+def test_the_word_follows_from_the_interval_of_the_gain(low, high, word):
     assert verdict(low, high, 0.02) == word

@@ -1,14 +1,15 @@
-"""The page needs nothing else and has all numbers, names are only text on it; the end of a run is one screen."""
+"""The page needs nothing else and has all numbers, names are only text on it; the end of a run has its numbers."""
 
 import html
 import re
 from types import SimpleNamespace
 
-from synthetic import MEASURES, write_run
+from synthetic import MEASURES, write_run, write_runs
 
+import ropewalk
 from ropewalk.report import frame, page, terminal
 from ropewalk.report.answer import amount, answer
-from ropewalk.report.table import BEST_POSSIBLE, over_seeds, results
+from ropewalk.report.table import over_seeds, results
 
 EVIL = "<script>alert(1)<!--script> \"'%{x} <b>|`*\x1b \\1 {{ 7 * 7 }}"
 
@@ -20,39 +21,49 @@ def words_of(text):
 
 
 def test_the_page_has_every_number_and_needs_nothing(tmp_path):
-    for seed in (0, 1):
-        write_run(tmp_path, "rope", seed, kinds=MEASURES, variants=["yarn"], falls=0.06)
-        write_run(tmp_path, "fox", seed, falls=0.06)
-        write_run(tmp_path, "cope", seed, task="recall")
+    write_runs(
+        tmp_path,
+        "rope",
+        seeds=(0, 1),
+        kinds=MEASURES,
+        variants=["yarn"],
+        falls=0.06,
+    )
+    write_runs(tmp_path, "fox", seeds=(0, 1), falls=0.06)
+    write_runs(tmp_path, "cope", seeds=(0, 1), task="recall")
     write_run(tmp_path, "nope", settings={"sequences": 5})
     write_run(tmp_path, "alibi", 3, finished=False)
     runs = frame.load(tmp_path)
     text = page.html(runs)
     assert not re.search(r"<(script|iframe|object|embed|base|img)\b|\ssrc=|href=\"(?!#|data:,)", text)
+    assert "alibi-code-s3" in text  # left out, as it is not finished
     said = words_of(text)
     assert "python train.py" in said
-    assert "alibi-code-s3" in text  # left out, as it is not finished
 
     table = results(runs)
     for _, of_section in table.groupby("section"):
         assert said.issuperset(answer(of_section))
-    rows = over_seeds(table)
-    for row in rows[rows.measure != "far_copies"].itertuples():  # which are shown as gains
+    rows = over_seeds(table).query("measure != 'far_copies'")  # which are shown as gains
+    for row in rows.itertuples():
         sign = "+" if row.quantity == "gain" else ""
         digits = 3 if "bit" in row.unit else 1
         assert amount(row.value, row.low, row.high, sign, digits) in said
 
-    # The first table is that of the longest text, its best line first.
-    first, *_ = page.grids(table[table.section == page.titles(runs)[0]])
-    is_in_it = (rows.length == 2048) & rows.gain.notna() & ~rows.line.isin(["nope", BEST_POSSIBLE])
-    lines = rows[is_in_it].sort_values("value")
-    gains = [amount(row.gain, row.gain_low, row.gain_high, "+") for row in lines.itertuples()]
-    assert list(first.cells.index[1:]) == lines.line.tolist()
-    assert list(first.cells["gain at 2,048"][1:]) == gains
+
+def test_the_first_table_has_the_gains_at_the_longest_text_and_its_best_line_first(tmp_path):
+    write_runs(tmp_path, "rope", "fox", "cope", variants=["yarn"])
+    table = ropewalk.runs(tmp_path)
+    first, *_ = page.grids(table)
+    last = over_seeds(table).query("length == 2048").sort_values("value")
+    gains = [(row.line, amount(row.gain, row.gain_low, row.gain_high, "+")) for row in last.itertuples()]
+    assert list(first.cells["gain at 2,048"].items()) == gains
 
 
 def test_names_are_only_text(tmp_path):
-    names = {"data.name": EVIL, "optim.lr": EVIL}
+    names = {
+        "data.name": EVIL,
+        "optim.lr": EVIL,
+    }
     write_run(tmp_path, "rope", variants=["yarn"], config=names)
     write_run(tmp_path, "rope", name=EVIL, config=names | {"optim.lr": 1.0}, finished=False)
     runs = frame.load(tmp_path)
@@ -62,14 +73,10 @@ def test_names_are_only_text(tmp_path):
     assert "<script" not in page.markdown(runs).replace("\\<", "")
 
 
-def test_the_end_of_a_run_is_one_screen_with_its_numbers(tmp_path, capsys):
-    readings = ["yarn", "rerope", ("yarn", {"beta_fast": 2.0}), ("rerope", {"window": 9})]
-    run = write_run(tmp_path, "rope", name="[red]r", variants=readings, kinds=MEASURES)
+def test_the_end_of_a_run_has_its_numbers(tmp_path, capsys):
+    run = write_run(tmp_path, "rope", name="[red]r", variants=["yarn"], kinds=MEASURES)
     terminal.show(run, SimpleNamespace(eval=SimpleNamespace(tolerance=0.02)))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 36
-    assert max(map(len, lines)) <= 100
-    assert lines[0].startswith("[red]r: ")
-    table = over_seeds(results(frame.load(run)))
-    best = table[(table.length == 2048) & (table["rank"] == 1)].gain.max()
-    assert f"{best:+.3f}" in " ".join(lines)
+    text = capsys.readouterr().out
+    assert text.startswith("[red]r: ")
+    gains = over_seeds(ropewalk.runs(run)).query("length == 2048 and rank == 1").gain
+    assert f"{gains.max():+.3f}" in text
