@@ -47,7 +47,6 @@ FOREIGN = {
     "gradient_checkpointing": "trainer.checkpointing",
     "gradient_clip_val": "optim.grad_clip",
     "hidden_size": "model.dim",
-    "hydra/launcher=joblib": "a package of its own, pip install -e '.[sweep]'",
     "hydra/launcher=submitit_local": _SLURM,
     "hydra/launcher=submitit_slurm": _SLURM,
     "hydra/sweeper=optuna": "a package of its own, pip install -e '.[optuna]'",

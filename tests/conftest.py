@@ -235,10 +235,20 @@ def write_knots(folder: Path) -> Path:
     return folder
 
 
+def train_here(runs) -> list[str]:
+    """As `side_by_side.train_all`, but in this process, which has imported what a run needs."""
+    from train import train
+
+    for run in runs:
+        train(run)
+    return []
+
+
 @pytest.fixture
 def train(tmp_path, monkeypatch, capfd):
     """`train("pe=rope", ...)` runs the command line of train.py on a small corpus and model, within this process."""
     monkeypatch.setattr(page, "html", lambda *_: "")  # it takes as long as all else: REPORT, where it matters
+    monkeypatch.setattr("ropewalk.app.side_by_side.processes", lambda cfg: 1)  # else it would depend on the machine
     corpus = write_knots(tmp_path / "corpus")
     own = [
         f"runs_dir={tmp_path / 'runs'}",

@@ -1,7 +1,11 @@
 """A sweep: its jobs are the runs one by one, mistakes end it before any work, failures are named and skipped."""
 
 import signal
+import subprocess
+import sys
+import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 from conftest import rows_of
@@ -10,7 +14,9 @@ from process_helpers import On, power_cut
 from ropewalk.app.run_dir import read_config
 from ropewalk.app.sweep import plan
 from ropewalk.evaluation.results import load_all
+from ropewalk.training.stop import STOPPED
 
+ROOT = Path(__file__).resolve().parents[1]
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
 ROW = "ropewalk.app.run_dir:append"  # called five times in a run: call 8 is for step 3 of the second
 
@@ -107,3 +113,37 @@ def test_an_experiment_may_say_what_is_swept():
     compared = {"pe": True, "name": True, "eval": {"variants"}}
 
     assert len({str(cfg.model_dump(exclude=compared)) for cfg in jobs}) == 1
+
+
+def test_runs_train_side_by_side(train, monkeypatch):
+    """Each in a process of its own with its own log; what is complete is left alone, and what fails is named."""
+    monkeypatch.setattr("ropewalk.app.side_by_side.processes", lambda cfg: 2)
+    infinite = ["optim.warmup_steps=0", "optim.grad_clip=null"]  # with a rate that is too high
+    sweep = ["pe=rope", "name='${pe.name}-${optim.lr}'", *infinite, *SHORT]
+    assert train("optim.lr=0.002", *sweep).code == 0
+    before = rows_of(train.runs / "rope-0.002")
+
+    outcome = train("optim.lr=0.001,0.002,1e38", *sweep, "-m")
+    assert outcome.code == 1
+    assert "2 of 3 runs to train or measure, 2 at once" in outcome.out
+    assert "rope-0.001: done" in outcome.out
+    assert "rope-1e+38: failed: " in outcome.out
+    assert "sweep: 2 of 3 runs are complete" in outcome.out
+    assert "step 6/6" not in outcome.out  # two would print at once
+    assert "step 6/6" in (train.runs / ".sweep" / "rope-0.001.txt").read_text()
+    assert rows_of(train.runs / "rope-0.002") == before
+
+
+@pytest.mark.slow
+def test_a_signal_stops_what_trains_side_by_side(train):
+    """It may reach the first process alone. Each run has a checkpoint then, and goes on."""
+    options = ["pe=rope", "seed=0,1", "trainer.max_steps=3000", "trainer.log_every=1", *SHORT]
+    sweep = [sys.executable, f"{ROOT}/train.py", *train.complete(*options, "-m")]
+    stopped = subprocess.Popen(sweep, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    runs = [train.runs / "rope-text", train.runs / "rope-text-s1"]
+    while stopped.poll() is None and not all((run / "metrics.jsonl").exists() for run in runs):
+        time.sleep(0.05)
+    stopped.send_signal(signal.SIGTERM)
+    _, err = stopped.communicate()
+    assert stopped.returncode == STOPPED, err
+    assert all([*run.glob("checkpoints/*.ckpt")] for run in runs)

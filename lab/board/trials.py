@@ -1,34 +1,24 @@
-"""Trials: the runs of an encoding that is judged, trained side by side, and the losses that they measured.
-
-A step of a small network is a row of small operations, so a second thread gains nothing, and a second process all.
-"""
+"""Trials: the runs of an encoding that is judged, and the losses that they measured."""
 
 import hashlib
 import inspect
 import itertools
 import json
-import multiprocessing
-import os
 import sys
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from conf.schema import Config, flatten
+from conf.schema import Config, ConfigError, flatten
 from model.position.base import PositionEncoding
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import for_this_machine, resolve, with_variants
 from ropewalk.app.run_dir import FREE, RunDir, lock
+from ropewalk.app.side_by_side import train_all
 from ropewalk.app.trained import resolve_encoding
-from ropewalk.evaluation.loop import is_measured
 from ropewalk.evaluation.measures.lengths import length_settings
 from ropewalk.evaluation.results import Row, load_all, main_rows
 from ropewalk.files import read_json, write_json
-from ropewalk.training.distributed import die_with_parent
 
 Losses = dict[int, Row]  # of one run, by length in tokens
 
@@ -66,50 +56,12 @@ def _digest(values: Any) -> str:
 def measured(sides: Sequence[Sequence[Config]]) -> list[list[Losses]]:
     """Return the losses of the runs of each side, after training, resuming or measuring those that are not complete.
 
-    A line is printed when one ends; what a run itself prints goes to RUNS_DIR/logs. The first failure ends all, as
-    Ctrl-C does; the same call resumes.
+    Raises ConfigError: some failed.
     """
-    # Two sides may share runs, as an entry that has the holder's encoding.
-    distinct = {str(cfg.name): cfg for cfg in itertools.chain(*sides)}
-    waiting = [cfg for cfg in distinct.values() if not (RunDir(cfg).complete and is_measured(RunDir(cfg).path, cfg))]
-    at_once = min(processes(), len(waiting))
-    print(f"{len(waiting)} of {len(distinct)} runs to train or measure, {at_once} at once", flush=True)
-    started = time.monotonic()
-    # The threads only wait for processes. Leaving the loop cancels what has not begun.
-    with ThreadPoolExecutor(max(1, at_once)) as pool:
-        for done, _ in enumerate(pool.map(train_apart, waiting), 1):
-            left = (len(waiting) - done) * (time.monotonic() - started) / done
-            print(f"{done} of {len(waiting)} runs, about {left / 60:.0f} min left", flush=True)
+    failed = train_all([*itertools.chain(*sides)])
+    if failed:
+        raise ConfigError(f"these runs have not ended: {', '.join(failed)}; the same command tries them again")
     return [[losses(run) for run in side] for side in sides]
-
-
-def processes() -> int:
-    """Return how many runs train at once: one for each core; one if they share a GPU."""
-    if torch.cuda.is_available():
-        return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def train_apart(cfg: Config) -> None:
-    """Train in a process of one thread; Ctrl-C reaches it, too, and it stops after a checkpoint."""
-    log = Path(cfg.runs_dir, "logs", f"{cfg.name}.txt")
-    # A forked process would inherit the threads of PyTorch.
-    process = multiprocessing.get_context("spawn").Process(target=_train, args=(cfg, log, os.getpid()))
-    process.start()
-    process.join()
-    if process.exitcode:
-        print(f"{cfg.name} has not ended: its log is {log}", file=sys.stderr, flush=True)
-        raise SystemExit(abs(process.exitcode))
-
-
-def _train(cfg: Config, log: Path, parent: int) -> None:
-    from train import train  # it imports all that a run needs, which whoever waits for one does not
-
-    die_with_parent(parent)
-    torch.set_num_threads(1)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout = sys.stderr = log.open("a", buffering=1, encoding="utf-8")
-    train(cfg)
 
 
 def losses(run: Config) -> Losses:

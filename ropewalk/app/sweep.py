@@ -1,4 +1,4 @@
-"""Sweeps (-m): Hydra runs the jobs. One that fails is named, and the others go on.
+"""Sweeps (-m): runs train side by side on a CPU, else Hydra runs the jobs. One that fails is named, the others go on.
 
 The jobs of train.py are checked before the first one trains, and complete runs are left alone. A sweeper that searches
 chooses its jobs by earlier results, so its jobs are checked one by one.
@@ -10,7 +10,6 @@ import shlex
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -19,13 +18,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from conf.schema import Config, ConfigError
+from ropewalk.app import side_by_side
 from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, plain, quoted
 from ropewalk.app.explain import CONF_DIR, explain
 from ropewalk.app.init_from import merged
 from ropewalk.app.resolve import resolve
 from ropewalk.app.run_dir import RunDir
 from ropewalk.evaluation.loop import is_measured
-from ropewalk.training.distributed import die_with_parent, env_rank, started_by
+from ropewalk.training.distributed import env_rank, started_by
 from ropewalk.training.hardware import reset_peak_memory
 
 Choices = Mapping[str, Sequence[str]]  # {key: the overrides of it that the jobs combine}
@@ -56,14 +56,12 @@ def sweep(name: str, task: Task, overrides: Sequence[str]) -> None:
     jobs = Jobs(name, task, searches, plan(overrides) if name == TRAIN and not searches else [])
     for number, run in enumerate(jobs.runs, 1):
         print(f"[{number}/{len(jobs.runs)}] {run.path.name}{': complete' if run.complete else ''}")
-    sys.stdout.flush()
-    sys.argv[1:] = ["--multirun", *overrides]
-    try:
-        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(jobs)()
-    except ERRORS:
-        if not jobs.runs:
-            raise
-        jobs.failed.append("a job in another process")
+    configs = [run.cfg for run in jobs.runs]
+    is_left_to_hydra = "hydra/launcher=" in " ".join(overrides)
+    if len(jobs.unfinished()) > 1 and not is_left_to_hydra and side_by_side.processes(configs[0]) > 1:
+        jobs.failed = side_by_side.train_all(configs)
+    else:
+        jobs.run(overrides)
     unfinished = jobs.unfinished()
     if jobs.runs:
         print(f"sweep: {len(jobs.runs) - len(unfinished)} of {len(jobs.runs)} runs are complete")
@@ -98,13 +96,6 @@ class Jobs:
                 return None
             label = f"[{number}/{len(self.runs)}] {run.path.name}"
             overrides.append(f"name={quoted(run.path.name)}")
-        in_parallel = os.getpid() != self.process
-        if in_parallel and "n_jobs" in section.launcher:
-            # Workers of joblib print at once, so each job has a file; and they would outlive a killed main process.
-            die_with_parent(self.process)
-            log = Path(section.sweep.dir, f"{number}.log")
-            log.parent.mkdir(parents=True, exist_ok=True)
-            sys.stdout = log.open("w", buffering=1, encoding="utf-8")
         # Jobs share one process: each must measure its own peak, without what the job before it still holds.
         reset_peak_memory()
         try:
@@ -116,11 +107,22 @@ class Jobs:
             print(f"{label}: failed: {explain(error)}", file=sys.stderr, flush=True)
             self.failed.append(label)
             # Hydra ends at the first failure, so it is not told of one: others go on. A search has to know.
-            if self.searches or in_parallel:
+            if self.searches or os.getpid() != self.process:
                 raise
             return None
         print(f"{label}: done; {len(self.unfinished())} left", file=sys.__stdout__, flush=True)
         return result
+
+    def run(self, overrides: Sequence[str]) -> None:
+        """Let Hydra run the jobs: one after the other, or as the launcher and the sweeper that were chosen do."""
+        sys.stdout.flush()
+        sys.argv[1:] = ["--multirun", *overrides]
+        try:
+            hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=self.name)(self)()
+        except ERRORS:
+            if not self.runs:
+                raise
+            self.failed.append("a job in another process")
 
     def unfinished(self) -> list[str]:
         """The names of the runs that are still to train, or have failed."""

@@ -85,9 +85,7 @@ def export(
     return name
 
 
-def _write_configs(
-    folder: Path, layers: list[rope.Layer], bos_token_id: int | None, eos_token_id: int | None
-) -> str:
+def _write_configs(folder: Path, layers: list[rope.Layer], bos_token_id: int | None, eos_token_id: int | None) -> str:
     """Complete config.json and generation_config.json by what other programs, and older versions, look for.
 
     Returns:

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from conftest import train_here
 
-import train as training
 from lab.board import trials
 from scripts import judge as program
 
@@ -15,7 +15,7 @@ CODES = {"better": 0, "not separated": 3, "worse": 4}
 def judge(train, script, monkeypatch):
     """`judge("pe=alibi", ...)` runs the command line on the small corpus and model of `train`."""
     monkeypatch.setattr("train.show_results", lambda run: 0.0)
-    monkeypatch.setattr(trials, "train_apart", training.train)  # in this process, which has imported it
+    monkeypatch.setattr(trials, "train_all", train_here)
     return lambda *arguments: script(program, *train.complete("seeds=2", "eval.lengths=[1,4]", *arguments))
 
 

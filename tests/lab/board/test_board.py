@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from conftest import train_here
 
-import train
 from lab.board import board, page, rules, trials
 from model.gpt import GPT
 from ropewalk.app.cli import encoding
@@ -67,7 +67,7 @@ def entries(tmp_path, monkeypatch):
     monkeypatch.setattr(rules, "FEW", 2)
     monkeypatch.setattr(rules, "PROMISING", 0.0)
     monkeypatch.setattr("train.show_results", lambda run: 0.0)
-    monkeypatch.setattr(trials, "train_apart", train.train)  # in this process, which has imported all that it needs
+    monkeypatch.setattr(trials, "train_all", train_here)
     monkeypatch.setenv("ROPEWALK_PLUGINS", "board")
     monkeypatch.syspath_prepend(tmp_path)
     for name, content in FILES.items():
@@ -174,15 +174,3 @@ def test_size_and_cost_are_multiples_of_those_of_rope(entries):
 def test_the_page_of_this_repository_is_what_its_verdicts_make():
     rows = rules.standings(board.verdicts(Path("board")))
     assert page.markdown(rows, "board.svg") == Path("docs/board.md").read_text()
-
-
-@pytest.mark.slow
-def test_runs_train_side_by_side_in_processes_of_their_own(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(trials, "processes", lambda: 2)
-    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
-    rope = trials.configuration("data=markov", *TRACK, f"runs_dir={tmp_path / 'runs'}")
-    of_seeds = trials.measured([[trials.run_of(rope, seed=1)], [trials.run_of(rope, seed=2)]])
-
-    assert "2 of 2 runs to train or measure, 2 at once" in capsys.readouterr().out
-    assert [sorted(losses) for (losses,) in of_seeds] == [[16, 128]] * 2
-    assert len([*(tmp_path / "runs" / "logs").iterdir()]) == 2

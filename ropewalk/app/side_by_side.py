@@ -1,0 +1,113 @@
+"""Train runs side by side: a process for each core, of one thread each.
+
+A step of a small network is a row of small operations, so a second thread gains nothing, and a second process all.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import torch
+
+from conf.schema import Config
+from ropewalk.app.cli import ERRORS
+from ropewalk.app.explain import explain
+from ropewalk.app.resolve import for_this_machine
+from ropewalk.app.run_dir import RunDir
+from ropewalk.evaluation.loop import is_measured
+from ropewalk.training.distributed import die_with_parent
+from ropewalk.training.hardware import reset_peak_memory
+from ropewalk.training.stop import INTERRUPTED
+
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+EACH = 2 * 2**30  # bytes of memory for a process: more than a small network takes
+
+
+def processes(cfg: Config) -> int:
+    """How many runs such as `cfg` train at once: one for each core, if memory allows; one if they share a GPU."""
+    _, hardware = for_this_machine(cfg)
+    if hardware.device != "cpu":
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+        memory = min(memory, int(CONTAINER_LIMIT.read_text()))
+    return max(1, min(cores, memory // EACH))
+
+
+def train_all(runs: Sequence[Config]) -> list[str]:
+    """Train, resume or measure the runs that are not complete, and print a line when one ends.
+
+    What a run itself prints goes to RUNS_DIR/.sweep/NAME.txt. One that fails is named with the reason, and the others
+    go on.
+
+    Returns:
+        The names of those that failed.
+
+    Raises:
+        SystemExit: stopped by a signal or a run's time limit, with checkpoints; the same call resumes.
+    """
+    distinct = {str(cfg.name): cfg for cfg in runs}
+    waiting = [cfg for cfg in distinct.values() if not (RunDir(cfg).complete and is_measured(RunDir(cfg).path, cfg))]
+    at_once = min(processes(runs[0]), len(waiting) or 1)
+    said = f"; what they print is in {Path(runs[0].runs_dir, '.sweep')}" if waiting else ""
+    print(f"{len(waiting)} of {len(distinct)} runs to train or measure, {at_once} at once{said}", flush=True)
+    failed = []
+    started = time.monotonic()
+    spawn = multiprocessing.get_context("spawn")  # a forked process would inherit the threads of PyTorch
+    threads = 1 if at_once > 1 else torch.get_num_threads()
+    pool = ProcessPoolExecutor(at_once, spawn, _begin, (os.getpid(), threads))
+    handler = signal.signal(signal.SIGTERM, _stop_all)
+    try:
+        names = {pool.submit(_train, cfg): str(cfg.name) for cfg in waiting}
+        for done, run in enumerate(as_completed(names), 1):
+            outcome = "done"
+            try:
+                run.result()
+            except Exception as error:
+                if not isinstance(error, ERRORS):  # a defect, not a mistake of the user
+                    traceback.print_exception(error)
+                failed.append(names[run])
+                outcome = f"failed: {explain(error)}"
+            left = len(waiting) - done
+            minutes = left * (time.monotonic() - started) / done / 60
+            print(f"{names[run]}: {outcome}; {left} left, about {minutes:.0f} min", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        signal.signal(signal.SIGTERM, handler)
+    return failed
+
+
+def _stop_all(*_: object) -> None:
+    """Let each run stop after a step, with a checkpoint, as Ctrl-C does, which reaches them by itself."""
+    for child in multiprocessing.active_children():
+        child.terminate()
+
+
+def _begin(parent: int, threads: int) -> None:
+    """Make a process ready that `parent` has started."""
+    die_with_parent(parent)
+    torch.set_num_threads(threads)
+
+
+def _train(cfg: Config) -> None:
+    from train import train  # it imports all that a run needs
+
+    reset_peak_memory()  # of an earlier run in this process
+    log = Path(cfg.runs_dir, ".sweep", f"{cfg.name}.txt")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        log.open("a", buffering=1, encoding="utf-8") as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
+        try:
+            train(cfg)
+        except KeyboardInterrupt:  # while it evaluates; while it trains, it stops after a step by itself
+            raise SystemExit(INTERRUPTED) from None
