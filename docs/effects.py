@@ -92,13 +92,15 @@ def of_dropping() -> dict[str, tuple[float, Weights]]:
 
 def of_newer() -> dict[str, tuple[float, Weights]]:
     """What each newer encoding is ahead of, and at 8x by how much: docs/log/newer.md."""
-    repaired = "p_rope (temperature ssmax)"
+    repaired = "p_rope"  # with ssmax
     pairs = [
-        ("lerope", repaired),
+        ("lerope (optim.pe_lr_scale 1.0)", repaired),
+        ("lerope (optim.pe_lr_scale 10.0)", repaired),
         ("scale_invariant", repaired),
         ("scale_invariant", "rope"),
         ("half_rope_nope", "window-nope"),
         ("gated_delta", "fox"),
+        ("gated_delta (model.conv 4)", "fox (model.conv 4)"),
         ("gated_delta-nope", "window-nope"),
     ]
     return {f"{newer} minus {older}": (8, {newer: 1, older: -1}) for newer, older in pairs}

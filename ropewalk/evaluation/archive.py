@@ -7,6 +7,7 @@ long table. Each row has the sums of every text, so that intervals and paired di
 import gzip
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,18 +47,24 @@ def write(
         runs, configs, results: as `ropewalk.report.frame` reads them.
     """
     complete = {run["path"]: run for run in runs if run["done"]}
+    names = {}  # by path: runs of two folders may have the same, and would be one run
+    seen: Counter[str] = Counter()
+    for place, run in complete.items():
+        seen[run["name"]] += 1
+        number = seen[run["name"]]
+        names[place] = run["name"] if number == 1 else f"{number}-{run['name']}"
     lines = []
     for result in results:
         if result["path"] not in complete or result["kind"] == "by_position":
             continue
         config = {key: value for key, value in configs[result["path"]].items() if key not in LOCAL}
-        row = {"name": complete[result["path"]]["name"]} | dict(result) | {"run": complete[result["path"]]}
+        row = {"name": names[result["path"]]} | dict(result) | {"run": complete[result["path"]]}
         row["command"] = re.sub(r" '?(runs_dir|data\.cache_dir)=\S+", "", result["command"])
         for key in SAMPLES:
             sample = result[key]
             if sample is not None:
                 row[key] = {"values": np.round(sample.values[0], 4).tolist(), "units": sample.units.tolist()}
-        row["run"] = {key: value for key, value in row["run"].items() if key != "path"}
+        row["run"] = {key: value for key, value in row["run"].items() if key != "path"} | {"name": row["name"]}
         del row["path"]
         lines.append(json.dumps(row | {"config": config}) + "\n")
     # Without the time, so that equal results are equal files.

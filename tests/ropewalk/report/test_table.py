@@ -319,3 +319,14 @@ def test_results_in_one_file_are_compared_like_their_runs(tmp_path):
     columns = ["line", "seed", "length", "value", "low", "high", "gain", "difference", "behind"]
     pd.testing.assert_frame_equal(own[columns], theirs[columns], atol=2e-4)
     assert "secret" not in gzip.decompress(file.read_bytes()).decode()
+
+
+def test_runs_of_one_name_in_two_folders_stay_two_in_one_file(tmp_path):
+    write_runs(tmp_path / "a", "rope")
+    write_runs(tmp_path / "b", "rope", config={"optim.lr": 0.5}, falls=0.06)
+    file = tmp_path / "a.jsonl.gz"
+    frame.save(file, [tmp_path / "a", tmp_path / "b"])
+    own = results(frame.load(tmp_path))
+    theirs = results(frame.load(file))
+    columns = ["line", "length", "value"]
+    pd.testing.assert_frame_equal(own[columns], theirs[columns], atol=2e-4)
