@@ -119,7 +119,8 @@ def gain(
     cut = f"{cuts[0]:,.0f} tokens" if len(cuts) == 1 else "its training length"
     # Most lines are compared with themselves, which needs no words.
     baselines = rows.reference if column == "lead" else rows.base[rows.base.str.startswith(START)]
-    whose = " or ".join(f"{line} on " for line in baselines.unique() if line)
+    names = [line for line in baselines.unique() if line]
+    whose = " or ".join(f"{name} on " for name in names) if len(names) < 2 else "what each is compared with, on "
     dots = ", dots: seeds" if rows.seeds.max() > 1 else ""
     dashes = "; dashed: read otherwise than trained" if rows.zero_shot.any() else ""
     note = f"{rows.unit.iloc[0]}; below 0 cut the text; bars: 95 % interval{dots}{dashes}"
