@@ -70,6 +70,8 @@ def compile_all(bias, capability, head_dim, length, name):
             binary = RUN(kernel, *arguments, warmup=True, **options)
             spilled = spilled_bytes(binary.asm["ptx"], capability)
             row = {"kernel": full_name, "spilled": spilled, "shared": binary.metadata.shared}
+            # Atomic additions that other additions wait for have fences around them.
+            row["fences"] = len(re.findall(r"\batom\.\S*acq_rel", binary.asm["ptx"]))
             print(json.dumps(row), flush=True)
 
     JITFunction.run = compiled

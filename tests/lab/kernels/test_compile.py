@@ -42,3 +42,4 @@ def test_kernels_compile_and_fit_into_shared_memory(capability, head_dims, name)
     for row in rows:
         assert row["spilled"] <= (1024 if capability == 90 else 128), row
         assert row["shared"] <= memory, row
+        assert row["fences"] == 0, row

@@ -113,6 +113,14 @@ def test_documents_are_in_place_only_where_all_encodings_read_them_there(name, o
     assert isinstance(contexts[other], PackedContext)
 
 
+def test_tensors_that_are_not_contiguous_are_refused():
+    q = torch.randn(1, 20, 2, 16).transpose(1, 2)
+    ends = [torch.arange(20, dtype=torch.int32)] * 2
+
+    with pytest.raises(AssertionError, match="contiguous"):
+        torch.ops.ropewalk.attention(q, q, q, *ends, torch.ones(2), [], "nothing", 1.0)
+
+
 def test_a_run_whose_check_does_not_end_well_trains_in_blocks_and_says_so(capsys):
     net = build_gpt("nope", train_len=T, **SMALL)
     pe = own_bias.Kills(SHAPE)
