@@ -1,6 +1,6 @@
 """Train runs side by side: a process for each core, of one thread each.
 
-A step of a small network is a row of small operations, so a second thread gains nothing, and a second process all.
+A step of a small network is a row of small operations, of which a second thread gains little, and a second process all.
 """
 
 import contextlib
