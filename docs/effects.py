@@ -91,7 +91,7 @@ def of_dropping() -> dict[str, tuple[float, Weights]]:
 
 
 def of_newer() -> dict[str, tuple[float, Weights]]:
-    """What each newer encoding is ahead of, and at 8x by how much: docs/log/newer.md."""
+    """By how much each newer encoding is behind an older one at 8x: docs/log/newer.md."""
     repaired = "p_rope"  # with ssmax
     pairs = [
         ("lerope (optim.pe_lr_scale 1.0)", repaired),

@@ -144,7 +144,7 @@ def of_entries(verdict: Verdict) -> Rules:
         (verdict.cost <= COST, f"a step takes {verdict.cost:.1f} times RoPE's, at most {COST:g}"),
         (verdict.lr in RATES, f"learning rate {verdict.lr:g}: choose one of {IN_WORDS}"),
         (verdict.seeds in (drawn[:FEW], drawn), f"its seeds are not those of commit {verdict.commit[:8]}"),
-        # Nobody is better who does not see the future, as by a mean over the whole text.
+        # Only who sees the future is better, as by a mean over the whole text.
         (float(np.mean(verdict.measured.excess)) >= 0,
          "at 1x it is better than the best possible predictor: it reads what it is to predict"),
     ]  # fmt: skip

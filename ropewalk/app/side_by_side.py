@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from ropewalk.training.distributed import die_with_parent
 from ropewalk.training.hardware import reset_peak_memory
 from ropewalk.training.stop import INTERRUPTED
 
+DONE = "done"
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 EACH = 2 * 2**30  # bytes of memory for a process: more than a small network takes
 
@@ -67,14 +68,9 @@ def train_all(runs: Sequence[Config]) -> list[str]:
     try:
         names = {pool.submit(_train, cfg): str(cfg.name) for cfg in waiting}
         for done, run in enumerate(as_completed(names), 1):
-            outcome = "done"
-            try:
-                run.result()
-            except Exception as error:
-                if not isinstance(error, ERRORS):  # a defect, not a mistake of the user
-                    traceback.print_exception(error)
+            outcome = _outcome(run)
+            if outcome != DONE:
                 failed.append(names[run])
-                outcome = f"failed: {explain(error)}"
             left = len(waiting) - done
             minutes = left * (time.monotonic() - started) / done / 60
             print(f"{names[run]}: {outcome}; {left} left, about {minutes:.0f} min", flush=True)
@@ -82,6 +78,17 @@ def train_all(runs: Sequence[Config]) -> list[str]:
         pool.shutdown(cancel_futures=True)
         signal.signal(signal.SIGTERM, handler)
     return failed
+
+
+def _outcome(run: Future[None]) -> str:
+    """DONE, or why a run failed. Raises SystemExit: it was stopped."""
+    try:
+        run.result()
+    except Exception as error:
+        if not isinstance(error, ERRORS):  # a defect, not a mistake of the user
+            traceback.print_exception(error)
+        return f"failed: {explain(error)}"
+    return DONE
 
 
 def _stop_all(*_: object) -> None:

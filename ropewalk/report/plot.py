@@ -120,7 +120,7 @@ def gain(
     # Most lines are compared with themselves, which needs no words.
     baselines = rows.reference if column == "lead" else rows.base[rows.base.str.startswith(START)]
     names = [line for line in baselines.unique() if line]
-    whose = " or ".join(f"{name} on " for name in names) if len(names) < 2 else "what each is compared with, on "
+    whose = "what each is compared with, on " if len(names) > 1 else "".join(f"{name} on " for name in names)
     dots = ", dots: seeds" if rows.seeds.max() > 1 else ""
     dashes = "; dashed: read otherwise than trained" if rows.zero_shot.any() else ""
     note = f"{rows.unit.iloc[0]}; below 0 cut the text; bars: 95 % interval{dots}{dashes}"

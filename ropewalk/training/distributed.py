@@ -201,7 +201,7 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
         die_with_parent(int(os.environ[_PARENT]))
     elif world > 1:
         os.environ[_PARENT] = str(os.getpid())
-    fabric = _make_fabric(trainer, hardware, trainer.devices, world)
+    fabric = _make_fabric(trainer, hardware, world)
     if not dist.is_initialized():
         yield fabric
         return
@@ -239,7 +239,7 @@ def reader_of(trainer: Trainer, hardware: Hardware, document_end: int | None, en
     return Reader(document_end, shared, size)
 
 
-def _make_fabric(trainer: Trainer, hardware: Hardware, devices: int, world: int) -> "Fabric":
+def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
     """Fabric with all its processes running."""
     from lightning.fabric import Fabric  # takes seconds to import, and most programs only ask for the rank
     from lightning.fabric.plugins.environments import LightningEnvironment
@@ -253,6 +253,7 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, devices: int, world: int)
     launcher = logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script")
     launcher.setLevel(logging.INFO)
     launcher.disabled = False
+    devices = int(trainer.devices)
     try:
         fabric = Fabric(
             accelerator=hardware.device,
