@@ -1,5 +1,6 @@
 """A sweep: its jobs are the runs one by one, mistakes end it before any work, failures are named and skipped."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -135,15 +136,29 @@ def test_runs_train_side_by_side(train, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_signal_stops_what_trains_side_by_side(train):
-    """It may reach the first process alone. Each run has a checkpoint then, and goes on."""
-    options = ["pe=rope", "seed=0,1", "trainer.max_steps=3000", "trainer.log_every=1", *SHORT]
-    sweep = [sys.executable, f"{ROOT}/train.py", *train.complete(*options, "-m")]
-    stopped = subprocess.Popen(sweep, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(
+    ("options", "begun"),
+    [
+        (["trainer.max_steps=3000", "trainer.log_every=1"], "metrics.jsonl"),
+        (["trainer.max_steps=0", "eval.sequences=100000"], "config.yaml"),
+    ],
+    ids=["while they train", "while they are measured"],
+)
+def test_a_signal_stops_what_trains_side_by_side(train, options, begun):
+    """It may reach the first process alone. What had not begun does not begin."""
+    options = ["pe=rope", "seed=0,1,2,3,4", *options, *SHORT]
+    command = [sys.executable, f"{ROOT}/train.py", *train.complete(*options, "-m")]
+    sweep = subprocess.Popen(command, cwd=ROOT, preexec_fn=_on_two_cores, stderr=subprocess.PIPE, text=True)
     runs = [train.runs / "rope-text", train.runs / "rope-text-s1"]
-    while stopped.poll() is None and not all((run / "metrics.jsonl").exists() for run in runs):
+    while sweep.poll() is None and not all((run / begun).exists() for run in runs):
         time.sleep(0.05)
-    stopped.send_signal(signal.SIGTERM)
-    _, err = stopped.communicate()
-    assert stopped.returncode == STOPPED, err
-    assert all([*run.glob("checkpoints/*.ckpt")] for run in runs)
+    sweep.send_signal(signal.SIGTERM)
+    _, err = sweep.communicate()
+
+    assert sweep.returncode == STOPPED, err
+    assert runs_in(train.runs) == ["rope-text", "rope-text-s1"]
+    assert begun == "config.yaml" or all([*run.glob("checkpoints/*.ckpt")] for run in runs)
+
+
+def _on_two_cores():
+    os.sched_setaffinity(0, [*os.sched_getaffinity(0)][:2])
