@@ -68,16 +68,12 @@ def enter(entries, script, tmp_path):
     """`enter(name)` runs the command line on an entry."""
     track = ",".join(f"'{option}'" for option in TRACK)
     own = [f"page={tmp_path / 'page.md'}", f"runs_dir={tmp_path / 'runs'}", f"track=[{track}]"]
-    return lambda name: script(program, f"entry={entries / name}", *own)
+    return lambda name, code=0: script(program, f"entry={entries / name}", *own, code=code)
 
 
 def test_entries_become_lines_verdicts_and_a_page(entries, enter, tmp_path):
     names = sorted(path.name for path in entries.iterdir())
-    said = [enter(name) for name in names]
-
-    assert [outcome.code for outcome in said] == [0, 0, 0]
-
-    lines = [outcome.out.splitlines()[-1] for outcome in said]
+    lines = [enter(name).out.splitlines()[-1] for name in names]
 
     assert lines[0].startswith("entry 2026-01-01-rope, score ")
     assert lines[0].endswith(": record")
@@ -110,10 +106,7 @@ def test_entries_become_lines_verdicts_and_a_page(entries, enter, tmp_path):
 
 def test_what_is_not_committed_has_no_seeds_yet(entries, enter):
     (entries / "2026-01-02-mine" / "encoding.py").write_text(MINE + "\n")
-    said = enter("2026-01-02-mine")
-
-    assert said.code == 2
-    assert "commit" in said.err
+    assert "commit" in enter("2026-01-02-mine", code=2).err
 
 
 def test_size_and_cost_are_multiples_of_those_of_rope():
