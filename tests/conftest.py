@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import yaml
 from hypothesis import settings
 from omegaconf import OmegaConf
 from triton_interpreter import prepare_once
@@ -38,31 +39,28 @@ PRESETS = [name for name in YAMLS if "pattern" in YAMLS[name] and name != "hybri
 ENCODINGS = [name for name in YAMLS if name not in PRESETS]
 
 
-def pe_options(name: str, **options) -> dict:
-    """The options in conf/pe/`name`.yaml, its defaults and the parts of a pattern filled in, with some replaced."""
-    own = OmegaConf.to_container(read_yaml(ROOT / "conf" / "pe" / f"{name}.yaml"))
-    merged = {}
-    for parent in own.pop("defaults", []):
-        if parent != "_self_":
-            merged |= pe_options(parent)
-    if "pattern" in options and "pattern" not in own:  # a pattern has nothing but its parts
-        own = {"name": name}
-        merged = {}
-    merged |= own | options
-    for key, value in merged.items():
-        if isinstance(value, dict) and "pe" in value:
-            part = dict(value)
-            merged[key] = pe_options(part.pop("pe"), **part)
-    return merged
-
-
-def data_options(name: str) -> dict:
-    """The options in conf/data/`name`.yaml, over those that it inherits."""
-    values = OmegaConf.to_container(read_yaml(ROOT / "conf" / "data" / f"{name}.yaml"))
+def group_options(group: str, name: str) -> dict:
+    """The options in conf/`group`/`name`.yaml, over those that it inherits."""
+    values = OmegaConf.to_container(read_yaml(ROOT / "conf" / group / f"{name}.yaml"))
     for parent in values.pop("defaults", []):
         if parent != "_self_":
-            values = data_options(parent) | values
+            values = group_options(group, parent) | values
     return values
+
+
+data_options = functools.partial(group_options, "data")
+
+
+def pe_options(pe: str, **options) -> dict:
+    """The options in conf/pe/`pe`.yaml, the parts of a pattern filled in, with some replaced."""
+    own = group_options("pe", pe)
+    if "pattern" in options and "pattern" not in own:  # a pattern has nothing but its parts
+        own = {"name": pe}
+    merged = own | options
+    for key, value in merged.items():
+        if isinstance(value, dict) and "pe" in value:
+            merged[key] = pe_options(**value)
+    return merged
 
 
 def build_pe(name: str, *, dim=64, n_head=4, n_kv_head=None, head_dim=16, train_len=32, **options):
@@ -215,14 +213,16 @@ class Outcome(NamedTuple):
     err: str
 
 
-def outcome_of(program, capfd) -> Outcome:
-    """What calling `program` did, until it exits."""
-    code = 0
+def outcome_of(program, capfd, code: int | None = 0) -> Outcome:
+    """What calling `program` did, until it exits with this code; None: with any."""
+    ended = 0
     try:
         program()
     except SystemExit as stop:
-        code = stop.code
-    return Outcome(code, *capfd.readouterr())
+        ended = stop.code
+    outcome = Outcome(ended, *capfd.readouterr())
+    assert code in (ended, None), outcome.err
+    return outcome
 
 
 @pytest.fixture(autouse=True)
@@ -260,7 +260,10 @@ def train_here(runs) -> list[str]:
 
 @pytest.fixture
 def train(tmp_path, monkeypatch, capfd):
-    """`train("pe=rope", ...)` runs the command line of train.py on a small corpus and model, within this process."""
+    """`train("pe=rope", ...)` runs the command line of train.py on a small corpus and model, within this process.
+
+    It has to end with the exit code `code`, or with any for None.
+    """
     monkeypatch.setattr(page, "html", lambda *_: "")  # it takes as long as all else: REPORT, where it matters
     monkeypatch.setattr("ropewalk.app.side_by_side.processes", lambda cfg: 1)  # else it would depend on the machine
     corpus = write_knots(tmp_path / "corpus")
@@ -278,11 +281,11 @@ def train(tmp_path, monkeypatch, capfd):
         defaults = [option for option in defaults if option.split("=")[0] not in given]
         return sorted([*defaults, *arguments], key=lambda argument: not argument.startswith("-"))  # flags come first
 
-    def run(*arguments: str) -> Outcome:
+    def run(*arguments: str, code: int | None = 0) -> Outcome:
         import train as program
 
         monkeypatch.setattr("sys.argv", ["train.py", *complete(*arguments)])
-        return outcome_of(program.main, capfd)
+        return outcome_of(program.main, capfd, code)
 
     run.runs = tmp_path / "runs"
     run.corpus = corpus
@@ -295,8 +298,7 @@ def trained(train):
     """`trained("pe=rope", ..., name="mine")` is the folder of a run that has ended well."""
 
     def run(*options: str, name: str = "run") -> Path:
-        outcome = train(*options, f"name={name}")
-        assert outcome.code == 0, outcome.err
+        train(*options, f"name={name}")
         return train.runs / name
 
     return run
@@ -322,14 +324,30 @@ def straight(trained, finished, tmp_path_factory):
 
 @pytest.fixture
 def script(monkeypatch, capfd):
-    """`script(program, "run=...", ...)` runs the command line of a module in scripts/, within this process."""
+    """`script(program, "run=...", ...)` runs the command line of a module in scripts/, within this process.
 
-    def run(program, *arguments) -> Outcome:
+    It has to end with the exit code `code`, or with any for None.
+    """
+
+    def run(program, *arguments, code: int | None = 0) -> Outcome:
         monkeypatch.setattr("sys.argv", [f"{program.__name__.rpartition('.')[2]}.py", *map(str, arguments)])
         capfd.readouterr()
-        return outcome_of(program.main, capfd)
+        return outcome_of(program.main, capfd, code)
 
     return run
+
+
+def edit(path: Path, section: str | None = None, **changes) -> None:
+    """Change values in a JSON or YAML file, as anybody can: without its checksum. `...` removes one."""
+    is_json = path.suffix == ".json"
+    text = path.read_text()
+    values = json.loads(text) if is_json else yaml.safe_load(text)
+    values.pop("checksum", None)
+    part = values[section] if section else values
+    part.update(changes)
+    for key in [key for key, value in changes.items() if value is ...]:
+        del part[key]
+    path.write_text(json.dumps(values) if is_json else yaml.safe_dump(values))
 
 
 def snapshot(folder: Path) -> dict[Path, bytes]:

@@ -153,7 +153,6 @@ def test_killed_and_resumed(train, pair, job, kind):
 
     assert codes == [2, -signal.SIGKILL]
     assert "error: another process of this run has ended" in said[0]
-    assert "Traceback" not in said[0]
 
     codes, said = job([None, None], *options, "name=killed")
 
@@ -175,7 +174,7 @@ def test_another_number_of_processes_goes_on(train, job, straight, kind):
 
     with pytest.MonkeyPatch.context() as patch:
         On(STEP, 3, partial(signal.raise_signal, signal.SIGINT))(patch.setattr)
-        assert train(*TEXT, "name=changing").code == INTERRUPTED
+        train(*TEXT, "name=changing", code=INTERRUPTED)
 
     assert steps_in(run / "checkpoints")[-1] == 4
 
@@ -207,7 +206,6 @@ def test_an_error_ends_all_and_is_told_once(job, where):
     assert codes == [2, 2]
     assert both.count("error: ") == 1
     assert message in both
-    assert "Traceback" not in both
 
 
 @pytest.mark.slow

@@ -46,11 +46,7 @@ def test_killed_twice(train, straight, when):
     for moment in moments:
         assert live(train.complete(*options, "name=killed"), moment) == -signal.SIGKILL
 
-    outcome = train(*options, "name=killed")
-
-    assert outcome.code == 0, outcome.err
-
-    assert "continuing" in outcome.out
+    assert "continuing" in train(*options, "name=killed").out
     assert differences(train.runs / "killed", straight(*options)) == []
     assert not list((train.runs / "killed" / "checkpoints").glob(".*"))
 
@@ -65,10 +61,8 @@ def test_a_signal_stops_after_the_step(train, straight, monkeypatch, number, cod
     handler = signal.getsignal(number)
     with monkeypatch.context() as patch:
         On(STEP, call, partial(signal.raise_signal, number))(patch.setattr)
-        outcome = train(*options)
-    assert outcome.code == code
+        train(*options, code=code)
 
-    assert "rerun the same command to " in outcome.out
     assert signal.getsignal(number) is handler
 
     stopped = train.runs / "stopped"
@@ -77,7 +71,7 @@ def test_a_signal_stops_after_the_step(train, straight, monkeypatch, number, cod
     assert [row["step"] for row in rows_of(stopped)] == rows
     assert not (stopped / "training.json").exists()  # nothing was measured
 
-    assert train(*options).code == 0
+    train(*options)
 
     assert differences(stopped, straight(*TEXT)) == []
 
@@ -124,12 +118,9 @@ def test_a_difference_is_found(straight, tmp_path):
 
 
 def test_more_steps_go_on_from_the_end(train):
-    assert train(*TEXT, "name=longer").code == 0
-
+    train(*TEXT, "name=longer")
     outcome = train(*TEXT, "name=longer", "trainer.max_steps=9")
-    assert outcome.code == 0, outcome.err
 
-    assert "9 steps instead of 6" in outcome.out
     assert "after step 6" in outcome.out
 
     rows = rows_of(train.runs / "longer")
@@ -137,4 +128,4 @@ def test_more_steps_go_on_from_the_end(train):
     assert [row["step"] for row in rows] == [1, 3, 6, 9]
     assert rows[-1]["lr"] == pytest.approx(0.1 * 2e-3)  # the cosine of 9 steps ends here
 
-    assert train(*TEXT, "name=longer", "trainer.max_steps=8").code == 2
+    train(*TEXT, "name=longer", "trainer.max_steps=8", code=2)

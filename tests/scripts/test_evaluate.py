@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from conftest import snapshot
+from conftest import edit, snapshot
 from process_helpers import On, power_cut
 
 from ropewalk.evaluation.results import load_all
@@ -26,7 +26,7 @@ def make_run(train):
 
     def make(*options):
         before = set(train.runs.glob("*/"))
-        assert train(*still, *options).code == 0
+        train(*still, *options)
         (run,) = set(train.runs.glob("*/")) - before
         shutil.rmtree(run / "evals")
         return run
@@ -37,19 +37,7 @@ def make_run(train):
 @pytest.fixture
 def evaluate(script, tmp_path):
     """`evaluate("run=...", ...)` runs the command line within this process."""
-    return lambda *arguments: script(program, *arguments, f"cache_dir={tmp_path / 'cache'}")
-
-
-def labels(run):
-    return sorted(e.variant.label for e in load_all(run) if e.kind == "lengths")
-
-
-def test_other_settings_stand_beside_each_other_and_the_same_replace(make_run, evaluate):
-    run = make_run("pe=rope")
-    for beta_fast in ("2", "1e6", "2"):
-        assert evaluate(f"run={run}", "pe=yarn", "pe.scale=8", f"pe.beta_fast={beta_fast}").code == 0
-
-    assert labels(run) == ["rope", "yarn at scale 8", "yarn at scale 8"]
+    return lambda *arguments, code=0: script(program, *arguments, f"cache_dir={tmp_path / 'cache'}", code=code)
 
 
 def test_a_power_cut_keeps_what_was_measured(make_run, evaluate, monkeypatch):
@@ -58,23 +46,8 @@ def test_a_power_cut_keeps_what_was_measured(make_run, evaluate, monkeypatch):
     On(SCORER, 7, power_cut)(monkeypatch.setattr)
     with pytest.raises(RuntimeError, match="power cut"):
         evaluate(f"run={run}", "measures=[lengths]", "eval.variants=[linear]")
-    assert labels(run) == ["rope"]
-
-
-def test_nothing_is_written_into_another_run_that_takes_its_place(make_run, evaluate, monkeypatch, tmp_path):
-    run = make_run("pe=rope")
-    other = make_run("pe=alibi")
-
-    def swap():
-        run.rename(tmp_path / "moved")
-        other.rename(run)
-
-    On(SCORER, 1, swap)(monkeypatch.setattr)
-    said = evaluate(f"run={run}", "measures=[lengths]")
-
-    assert said.code == 2
-    assert f"{run} is another run by now" in said.err
-    assert not (run / "evals").exists()
+    (e,) = load_all(run)
+    assert e.variant.label == "rope"
 
 
 def test_a_run_from_elsewhere_is_measured_here_and_stays_unfinished(make_run, evaluate):
@@ -82,17 +55,11 @@ def test_a_run_from_elsewhere_is_measured_here_and_stays_unfinished(make_run, ev
     run = make_run("pe=rope")
     (run / "training.json").unlink()
     (run / "report.html").write_text("old")
-    config = (run / "config.yaml").read_text()
-    config = config.replace("accelerator: cpu", "accelerator: cuda")
-    config = config.replace(f"{run.parents[1]}/cache", f"{run}/theirs")
-    assert "accelerator: cuda" in config
-    assert "theirs" in config
-
-    (run / "config.yaml").write_text(config)
+    edit(run / "config.yaml", "trainer", accelerator="cuda")
+    edit(run / "config.yaml", "data", cache_dir=f"{run}/theirs")
 
     said = evaluate(f"run={run}", "device=cpu", "eval.variants=[]", "eval.tolerance=99")
 
-    assert said.code == 0, said.err
     assert "it is level with the text cut to 64 tokens" in " ".join(said.out.split())  # by this tolerance
     assert not (run / "training.json").exists()
     assert not (run / "theirs").exists()
@@ -101,7 +68,6 @@ def test_a_run_from_elsewhere_is_measured_here_and_stays_unfinished(make_run, ev
     (e,) = load_all(run)
     assert "evaluate.py" in e.provenance["command"]
     assert e.provenance["device"] == "cpu"
-    assert e.provenance["precision"] == "32-true"
 
 
 def test_every_measure_of_several_runs(make_run, evaluate):
@@ -111,7 +77,6 @@ def test_every_measure_of_several_runs(make_run, evaluate):
     measures = "measures=[lengths,by_position,far_copies,ruler,reach]"
     said = evaluate("-m", f"run={rope},{alibi}", measures, "eval.variants=[]", *few)
 
-    assert said.code == 0, said.err
     assert "gain, bits per answer" in " ".join(said.out.split())  # of RULER
     for run in (rope, alibi):
         assert sorted(e.kind for e in load_all(run)) == ["by_position", "far_copies", "lengths", "reach", "ruler"]
@@ -137,10 +102,9 @@ def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):
     run = make_run("pe=rope")
     before = snapshot(run)
     for line, message in MISTAKES.items():
-        said = evaluate(f"run={run}", *line.split())
-        assert said.code == 2, line
+        said = evaluate(f"run={run}", *line.split(), code=2)
         assert said.out == ""
         assert message in said.err
 
     assert snapshot(run) == before
-    assert "run is missing" in evaluate().err
+    assert "run is missing" in evaluate(code=2).err

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from hf_models import GPT2, SIZES, TOKENS, VOCAB, assert_both_ways, assert_same_logits, edit, hf_model, network
+from conftest import edit
+from hf_models import GPT2, SIZES, TOKENS, VOCAB, assert_both_ways, assert_same_logits, hf_model, network
 from safetensors.torch import load_file, save, save_file
 
 from ropewalk.files import copy_files
@@ -75,7 +76,7 @@ def test_models_are_read_and_written_with_the_same_logits(name, tmp_path):
 def test_what_cannot_be_honoured_is_refused_by_name(kind, change, message, tmp_path):
     """A setting that is passed over would be other logits without a word."""
     hf_model(kind, **dict(KINDS.values())[kind]).save_pretrained(tmp_path)
-    edit(tmp_path, **change)
+    edit(tmp_path / "config.json", **change)
     with pytest.raises(ValueError, match=message):
         read_model(tmp_path).state_dict()
 
@@ -143,15 +144,15 @@ def test_code_and_pickles_of_a_folder_never_run(tmp_path):
     (tmp_path / "modeling_evil.py").write_text(f"import pathlib; pathlib.Path({str(ran)!r}).touch()")
     (tmp_path / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'touch {ran}'\ntR.".encode())
     auto = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
-    edit(tmp_path, auto_map=auto, attn_implementation="evil/kernel", _attn_implementation="evil/kernel")
+    edit(tmp_path / "config.json", auto_map=auto, attn_implementation="evil/kernel", _attn_implementation="evil/kernel")
 
     assert_same_logits(network(read_model(tmp_path)), model, TOKENS)
 
-    edit(tmp_path, transformers_weights="pytorch_model.bin")
+    edit(tmp_path / "config.json", transformers_weights="pytorch_model.bin")
     with pytest.raises(ValueError, match="transformers_weights"):
         read_model(tmp_path)
 
-    edit(tmp_path, transformers_weights=...)
+    edit(tmp_path / "config.json", transformers_weights=...)
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors")
 
     with pytest.raises(ValueError, match="must be complete, and safetensors"):
