@@ -157,11 +157,9 @@ TEXTS = [f"row {i} " + "wörd " * (i % 7) for i in range(50)]
 def rows(tmp_path, monkeypatch):
     """A folder with the same rows in two files, whose texts are of different types."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    numbers = list(range(50))
-    dataset = datasets.Dataset.from_dict({"text": TEXTS, "number": numbers})
-    dataset.to_parquet(tmp_path / "string.parquet")
-    table = {"text": pyarrow.array(TEXTS).cast(pyarrow.string_view()), "number": numbers}
-    parquet.write_table(pyarrow.table(table), tmp_path / "view.parquet")
+    for name, kind in {"string": pyarrow.string(), "view": pyarrow.string_view()}.items():
+        table = pyarrow.table({"text": pyarrow.array(TEXTS, kind), "number": range(50)})
+        parquet.write_table(table, tmp_path / f"{name}.parquet")
     return tmp_path
 
 
