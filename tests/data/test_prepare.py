@@ -177,5 +177,5 @@ def test_each_split_needs_a_document(tmp_path):
 @pytest.mark.parametrize("cache", ["latin.txt", "/proc/ropewalk"])
 def test_where_no_folder_can_be_made_is_named(corpus, cache):
     folder = corpus / cache
-    with pytest.raises(ValueError, match=rf"data\.cache_dir={folder} cannot hold the prepared data"):
+    with pytest.raises(ValueError, match=rf"cannot be prepared in data\.cache_dir={folder}"):
         prepared(corpus, folder)
