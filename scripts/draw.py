@@ -57,7 +57,7 @@ class Arguments(Section):
     cache_dir: str
 
 
-@program("draw", Arguments)
+@program(Arguments)
 def main(args: Arguments) -> None:
     drawn = drawn_encodings(args)
     words: list[str] = []

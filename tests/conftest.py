@@ -20,6 +20,7 @@ from model import position
 from model.gpt import GPT
 from model.position.layer import init_parameters, make_context
 from model.position.network import at_scale, view
+from ropewalk.app import cli
 from ropewalk.report import page
 
 os.environ["OMP_NUM_THREADS"] = "1"  # in each process, also of those that tests start: the order of sums depends on it
@@ -201,11 +202,11 @@ class Outcome(NamedTuple):
     err: str
 
 
-def outcome_of(program, capfd) -> Outcome:
-    """What calling `program` did, until it exits."""
+def outcome_of(module: str, capfd) -> Outcome:
+    """What running a program did, until it exits."""
     code = 0
     try:
-        program()
+        cli.run(module)
     except SystemExit as stop:
         code = stop.code
     return Outcome(code, *capfd.readouterr())
@@ -265,10 +266,8 @@ def train(tmp_path, monkeypatch, capfd):
         return sorted([*defaults, *arguments], key=lambda argument: not argument.startswith("-"))  # flags come first
 
     def run(*arguments: str) -> Outcome:
-        import train as program
-
         monkeypatch.setattr("sys.argv", ["train.py", *complete(*arguments)])
-        return outcome_of(program.main, capfd)
+        return outcome_of("train", capfd)
 
     run.runs = tmp_path / "runs"
     run.corpus = corpus
@@ -313,7 +312,7 @@ def script(monkeypatch, capfd):
     def run(program, *arguments) -> Outcome:
         monkeypatch.setattr("sys.argv", [f"{program.__name__.rpartition('.')[2]}.py", *map(str, arguments)])
         capfd.readouterr()
-        return outcome_of(program.main, capfd)
+        return outcome_of(program.__name__, capfd)
 
     return run
 

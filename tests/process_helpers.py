@@ -56,6 +56,7 @@ def _run(
     environment: dict[str, str],
     program: str,
 ) -> None:
+    from ropewalk.app.cli import run
     from ropewalk.report import page
 
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -67,7 +68,7 @@ def _run(
     page.html = lambda *_: ""  # it takes as long as all else
     if prepare:
         prepare()
-    import_module(program).main()
+    run(program)
 
 
 def owner_of(target: str) -> tuple[Any, str]:

@@ -1,6 +1,7 @@
 """README and docs/: links lead somewhere, commands are valid, tables and the picture follow from the results."""
 
 import importlib.util
+import inspect
 import json
 import re
 import shutil
@@ -123,7 +124,8 @@ def check_job(program, overrides):
             own = {key: values[key] for key in module.Arguments.model_fields}
             module.configurations(parse(module.Arguments, own))
         else:
-            parse(module.main.schema, values)
+            (argument,) = inspect.signature(module.main).parameters.values()
+            parse(argument.annotation, values)
 
 
 COMMANDS = all_commands()

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 import torch
@@ -55,7 +54,7 @@ def test_the_commands_of_the_walk_end_with_the_same_model_in_transformers(tmp_pa
     for program, *arguments in commands(tmp_path, *options):
         monkeypatch.setattr(sys, "argv", [program, *arguments])
         module = program.removesuffix(".py").replace("/", ".")
-        outcome = outcome_of(import_module(module).main, capfd)
+        outcome = outcome_of(module, capfd)
         assert outcome.code == 0, outcome.err
 
     runs = tmp_path / "runs"

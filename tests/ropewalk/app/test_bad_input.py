@@ -191,13 +191,13 @@ OPTION_FILES = [path for path in sorted(CONF_DIR.glob("*/*.yaml")) if path.paren
 def test_each_key_of_each_option_has_a_comment(path):
     group = path.parent.name
     keys = yaml.safe_load(path.read_text()).keys() - UNSAID
-    commented = described([CONF_DIR], group, path.stem)
-    assert {f"{group}.{key}" for key in keys} <= commented.keys()
+    assert keys <= described([CONF_DIR], group, path.stem).keys()
 
 
 @pytest.mark.parametrize("name", ["evaluate", "sample", "export", "report", "bench", "draw"])
-def test_help_of_a_script(script, name):
+def test_help_of_a_script(script, monkeypatch, name):
     module = import_module(f"scripts.{name}")
+    monkeypatch.setitem(sys.modules, "__main__", module)
     outcome = script(module, "--help")
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith(module.__doc__)
