@@ -1,10 +1,10 @@
 """The library `tokenizers`: reading tokenizer.json of published models, and training a vocabulary."""
 
+import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,13 @@ import numpy as np
 import tokenizers
 import torch
 
-from data.tokenizer import END, Tokenizer
+from data.tokenizer import FILE_PATTERN, MAX_RANK, Tokenizer, panics_are_errors
 from ropewalk.files import hub_folder, read_bytes, read_json
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
-MAX_ID = 2**22  # ids are below it: a larger one would take all memory, and no vocabulary has it
-# How a vocabulary of our own cuts text into pieces before merging: as GPT-4 and Llama 3 do.
-FILE_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 LONGEST_PIECE = 1000  # characters of a piece of text that a vocabulary is trained on
 PROBE = "Rope 1é漢\n\t<x>"  # a text that every tokenizer must be able to express
 
@@ -33,6 +27,7 @@ PROBE = "Rope 1é漢\n\t<x>"  # a text that every tokenizer must be able to expr
 _PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
 _UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_UNPRINTABLE)}
+CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
 
 
 class HFTokenizer(Tokenizer):
@@ -55,8 +50,8 @@ class HFTokenizer(Tokenizer):
         self.files = [path for path in paths if path.is_file()]
         values, self.backend = _read(folder, self.name)
         self.vocab_size = max(self.backend.get_vocab().values(), default=0) + 1
-        if self.vocab_size > MAX_ID:
-            raise ValueError(f"data.tokenizer={self.name} has {self.vocab_size:,} ids: at most {MAX_ID:,} are read")
+        if self.vocab_size > MAX_RANK:
+            raise ValueError(f"data.tokenizer={self.name} has {self.vocab_size:,} ids: at most {MAX_RANK:,} are read")
         algorithm = type(self.backend.model).__name__.lower()
         self.label = f"{algorithm}-{self.vocab_size}"
         self.eot = _end_token(folder, self.backend, self.name)
@@ -76,7 +71,7 @@ class HFTokenizer(Tokenizer):
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, uint32 [tokens]. Lone surrogates, which UTF-8 lacks, are replaced."""
         valid = [text.encode("utf-8", "replace").decode() for text in texts]
-        with _panics_are_errors(self.name):
+        with panics_are_errors(self.name):
             encodings = self.backend.encode_batch_fast(valid, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
@@ -85,13 +80,13 @@ class HFTokenizer(Tokenizer):
         return str(self.backend.decode([*ids], skip_special_tokens=False))
 
 
-def train(texts: Iterable[str], size: int, folder: Path) -> None:
-    """Train byte-level BPE and `save` it. The same texts give the same files.
+def train(texts: Iterable[str], size: int, path: Path) -> None:
+    """Train byte-level BPE and write it as a vocabulary file in tiktoken's format. The same texts give the same file.
 
     Args:
         texts: the texts to train on.
         size: number of tokens, with the one between documents.
-        folder: where the files are written.
+        path: the file to write.
 
     Raises:
         ValueError: there is too little text for so many tokens.
@@ -100,44 +95,22 @@ def train(texts: Iterable[str], size: int, folder: Path) -> None:
     # The time for a piece grows with the square of its length, and nothing is learned of base64 or a wall of blanks.
     bpe.pre_tokenizer = pre_tokenizer(FILE_PATTERN, rf"[\s\S]{{1,{LONGEST_PIECE}}}")
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=[*BYTE_OF], show_progress=False)
-    bpe.train_from_iterator(texts, trainer)
-    learned = bpe.get_vocab_size()
-    if learned < size - 1:
+    with panics_are_errors(f"train:{size}"):
+        bpe.train_from_iterator(texts, trainer)
+    ranks = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
+    if len(ranks) < size - 1:
         remedy = "ask for fewer, or give more text"
-        raise ValueError(f"data.tokenizer=train:{size}: this text gives no more than {learned + 1} tokens: {remedy}")
-    bpe.pre_tokenizer = pre_tokenizer(FILE_PATTERN)
-    save(bpe, folder)
-
-
-def save(bpe: Any, folder: Path) -> None:
-    """Write byte-level BPE as files that transformers reads, too; the token that ends a text gets the next free id."""
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    bpe.add_special_tokens([END])
-    bpe.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
-    # No token is put at the start. llama.cpp would put one there unless it is told.
-    config["add_bos_token"] = False
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+        raise ValueError(f"data.tokenizer=train:{size}: this text gives no more than {len(ranks) + 1} tokens: {remedy}")
+    # The library names tokens by printable characters; tiktoken's format wants their bytes.
+    lines = [f"{base64.b64encode(_byte_level(token)).decode()} {rank}\n" for token, rank in ranks]
+    path.write_text("".join(lines))
 
 
 def pre_tokenizer(*patterns: str) -> Any:
-    """Cut texts by regular expressions, one after another, and name the bytes of each piece as `BYTE_OF` does."""
+    """Cut texts by regular expressions, one after another, then name the bytes of each piece by `CHARACTER_OF`."""
     cuts = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
     as_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return tokenizers.pre_tokenizers.Sequence([*cuts, as_bytes])
-
-
-@contextmanager
-def _panics_are_errors(name: str) -> Iterator[None]:
-    """Raise ValueError where the Rust code of the library gives up; its own exception is no Exception."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__module__ != "pyo3_runtime":
-            raise
-        reason = str(error).split("\n")[0][:200]
-        remedy = "a document may have a run of blanks or letters that is too long: shorten it, or data.document_bytes"
-        raise ValueError(f"data.tokenizer={name} failed ({reason}): {remedy}") from None
 
 
 def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
@@ -146,7 +119,7 @@ def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
     try:
         values = json.loads(read_bytes(folder / "tokenizer.json"))
         values |= {"padding": None, "truncation": None}
-        with _panics_are_errors(name):
+        with panics_are_errors(name):
             backend = tokenizers.Tokenizer.from_str(json.dumps(values))
     except FileNotFoundError:
         problem = "no tokenizer.json"

@@ -3,7 +3,7 @@
     <folder>/manifest.json    counts, hashes of all files, tokenizer; and a hash of these values
     <folder>/{train,val}.bin  token ids, uint16 or uint32; every document ends in the end-of-text token
     <folder>/{train,val}.files  the number of each document's file, uint32
-    <folder>/tokenizer.json   in a folder of its own: a vocabulary trained on the corpus
+    <folder>/bpe-N.tiktoken   in a folder of its own: a vocabulary trained on the corpus
 
 A document is for validation if the hash of its id (its path, or its row) is at most `val_fraction`, or the lowest of
 all. So adding documents moves no other document, unless validation holds only the lowest one. Documents cut from one
@@ -32,7 +32,7 @@ from data import hf_tokenizer
 from data.tokenizer import Tokenizer
 from ropewalk.files import printable, read_json, sha256, whole_folder
 
-FORMAT = 7  # raised when the same documents and options give other files
+FORMAT = 6  # raised when the same documents and options give other files
 SAMPLED_BYTES = 2**27  # of a corpus, to train a vocabulary on
 HASHED_BYTES = 2**28  # when larger files are opened, only their size is checked
 DOCUMENTS = 256  # tokenised at a time
@@ -158,13 +158,14 @@ def prepare(
 
 
 def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: float) -> Path:
-    """Return the folder of a vocabulary of `size` tokens, after training it on the training split unless it exists.
+    """Return a vocabulary file of `size` tokens, after training it on the training split unless it exists.
 
     Of a split with more than SAMPLED_BYTES, about as many bytes are used. The arguments are those of `prepare`.
 
     Raises:
         ValueError: as for `prepare`, or there is too little text for so many tokens.
     """
+    name = f"bpe-{size}.tiktoken"
 
     def write(folder: Path) -> None:
         hashes, sizes, for_val = _split(source, val_fraction)
@@ -176,10 +177,10 @@ def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: flo
             chosen &= hashes >= np.quantile(hashes, 1 - share)
         documents = _documents(source, chosen, "reading", sys.stderr.isatty())
         texts = (text.decode("utf-8", "replace") for _, text in documents)
-        hf_tokenizer.train(texts, size, folder)
+        hf_tokenizer.train(texts, size, folder / name)
 
     folder = prefix.with_name(f"{prefix.name}-train-{size}")
-    return _prepared_folder(folder, source, [size, val_fraction], write)
+    return _prepared_folder(folder, source, [size, val_fraction], write) / name
 
 
 def _prepared_folder(prefix: Path, source: Source, request: list[Any], write: Callable[[Path], None]) -> Path:

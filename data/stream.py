@@ -31,7 +31,7 @@ class TextData(Data):
 
     label: ClassVar[str]  # first part of the prepared folder's name
 
-    tokenizer: str = "bytes"  # or hf:FOLDER_OR_HUB_ID, or train:TOKENS
+    tokenizer: str = "bytes"  # or another of data.tokenizer.Tokenizer, hf:FOLDER_OR_HUB_ID, or train:TOKENS
     val_fraction: float = 0.1  # approximate share of the documents used for validation; see data.prepare
     cache_dir: str = "prepared"  # folder of the prepared data
     documents: Literal["cross", "mask"] = "cross"  # mask: attention does not look beyond the start of its document
@@ -43,9 +43,6 @@ class TextData(Data):
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"data.val_fraction={self.val_fraction:g} must be between 0 and 1")
         kind, _, size = self.tokenizer.partition(":")
-        if kind not in ("bytes", "train", "hf"):
-            remedy = "choose bytes, train:TOKENS or hf:FOLDER_OR_HUB_ID, as in hf:openai-community/gpt2"
-            raise ValueError(f"data.tokenizer={self.tokenizer} does not exist: {remedy}")
         if kind == "train" and not (size.isascii() and size.isdigit() and 257 < int(size) <= 2**20):
             raise ValueError(f"data.tokenizer={self.tokenizer}: give train: a number of tokens, as in train:4096")
 
@@ -57,12 +54,12 @@ class TextData(Data):
     def encoder(self) -> Tokenizer:
         """The tokenizer. A vocabulary of the data is trained first, unless it is in the cache."""
         kind, _, value = self.tokenizer.partition(":")
-        if kind == "bytes":
-            return Tokenizer()
+        if kind == "hf":
+            return HFTokenizer(value)
         if kind == "train":
             prefix = Path(self.cache_dir, self.label)
-            value = str(trained_tokenizer(self.source(False), int(value), prefix, self.val_fraction))
-        return HFTokenizer(value)
+            return Tokenizer(str(trained_tokenizer(self.source(False), int(value), prefix, self.val_fraction)))
+        return Tokenizer(self.tokenizer)
 
     @property
     def vocab_size(self) -> int:

@@ -1,38 +1,143 @@
-"""Tokenizers: what all of them have, and bytes."""
+"""Tokenizers: bytes, the named encodings of tiktoken, and vocabulary files in tiktoken's format."""
 
-from collections.abc import Iterable, Sequence
+import base64
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import tiktoken
 import torch
 
-END = "<|endoftext|>"  # of vocabularies of our own
+from ropewalk.files import read_bytes
+
+END = "<|endoftext|>"
+MAX_RANK = 2**22  # ids are below it: a larger one would take all memory, and no vocabulary has it
+
+# How text is cut into pieces before merging. A vocabulary file does not say, so as GPT-4 and Llama 3 do.
+FILE_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTE_PATTERN = r"[\s\S]{1,64}"  # any would do: bytes do not merge
 
 
 class Tokenizer:
-    """Bytes, and a token between documents. `data.hf_tokenizer` has the other tokenizers.
+    """A vocabulary of byte strings, and a token between documents.
 
-    Text that looks like a special token is encoded as ordinary text.
+    Text that looks like a special token is encoded as ordinary text. Tokenizers of published models, and training a
+    vocabulary, are in `data.hf_tokenizer`.
+
+    Args:
+        name: "bytes", an encoding of tiktoken ("gpt2", "cl100k_base", ...), or a vocabulary file in tiktoken's format:
+            a line for each token with its bytes in base64 and its rank.
+
+    Raises:
+        ValueError: the encoding or the file is missing or damaged.
     """
 
-    def __init__(self) -> None:
-        self.name = "bytes"
-        self.label = "bytes"  # fit for the name of a file
-        self.files: list[Path] = []  # a run keeps them, to decode its tokens anywhere
-        self.eot = 256  # id of the token between documents
+    def __init__(self, name: str = "bytes") -> None:
+        encoding = _load(name)
+        self.name = name
+        self.encoding = encoding
+        self.files = [Path(name)] if Path(name).is_file() else []  # a run keeps them, to decode its tokens anywhere
+        self.label = encoding.name  # fit for the name of a file
+        self.eot = encoding.eot_token  # id of the token between documents
         self.bos: int | None = None  # id of the token that begins every text, if there is one
-        self.vocab_size = 257  # including unused ids
-        # Bytes of a text that each token stands for, int64 [vocab_size]; special tokens stand for none.
-        self.token_bytes = torch.tensor([1] * 256 + [0])
-        # Decides the ids of a text: runs and results are compared by it.
-        self.hash = "9cecaba4e2f1c4102087f97e9d50cffa4ccf4a254b853791a2094f5ad6480076"
+        self.vocab_size = encoding.n_vocab  # including unused ids
+        # tiktoken has no public access to these three (as of 0.14).
+        self.ranks = encoding._mergeable_ranks
+        self.pattern = encoding._pat_str
+        special = encoding._special_tokens
+
+        self.pieces = [b""] * self.vocab_size  # bytes of each token, b"" for unused ids
+        for piece, i in self.ranks.items():
+            self.pieces[i] = piece
+        # Counted before the special tokens have pieces: they stand for no bytes of a text.
+        self.token_bytes = torch.tensor([len(piece) for piece in self.pieces])  # int64 [vocab_size]
+        for special_token, i in special.items():
+            self.pieces[i] = special_token.encode()
+
+        # The hash covers everything that decides the ids of a text: runs and results are compared by it.
+        special_ids = set(special.values())
+        digest = hashlib.sha256(f"{self.pattern}\n{self.eot}\n".encode())
+        for i, piece in enumerate(self.pieces):
+            digest.update(b"%d %d %s\n" % (i, i in special_ids, piece.hex().encode()))
+        self.hash = digest.hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, unsigned integers [tokens]. Lone surrogates, which UTF-8 lacks, are replaced."""
-        return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts]
+        if self.name == "bytes":
+            return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts]
+        with panics_are_errors(self.name):
+            batch = self.encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
+        return [np.array(ids, np.uint32) for ids in batch]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids. Bytes that are not UTF-8 become U+FFFD; unused ids become nothing."""
         # The network's vocabulary may be padded beyond the tokenizer's, so an id may be too large.
-        pieces = [END.encode() if i == self.eot else bytes([i]) for i in ids if i < self.vocab_size]
+        pieces = [self.pieces[i] for i in ids if i < self.vocab_size]
         return b"".join(pieces).decode("utf-8", "replace")
+
+
+@contextmanager
+def panics_are_errors(name: str) -> Iterator[None]:
+    """Raise ValueError where the Rust code of a tokenizer's library gives up; its own exception is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        reason = str(error).split("\n")[0][:200]
+        remedy = "a document may have a run of blanks or letters that is too long: shorten it, or data.document_bytes"
+        raise ValueError(f"data.tokenizer={name} failed ({reason}): {remedy}") from None
+
+
+def _load(name: str) -> tiktoken.Encoding:
+    """Load the encoding of this name, or the vocabulary file at this path."""
+    if name == "bytes":
+        return _encoding(name, BYTE_PATTERN, {bytes([i]): i for i in range(256)})
+    published = tiktoken.list_encoding_names()
+    if name not in published:
+        return _encoding(Path(name).stem, FILE_PATTERN, _read_ranks(name, published))
+    try:
+        return tiktoken.get_encoding(name)
+    except Exception as error:  # whatever the network brings
+        reason = str(error).split("(Caused by")[-1].strip(" ()")[:200]
+        raise ValueError(
+            f"data.tokenizer={name} could not be loaded ({type(error).__name__}: {reason}). Offline, use "
+            f"data.tokenizer=bytes, set TIKTOKEN_CACHE_DIR to a folder that has it cached, or name a local file: "
+            f"data.tokenizer=FILE.tiktoken"
+        ) from None
+
+
+def _encoding(label: str, pattern: str, ranks: dict[bytes, int]) -> tiktoken.Encoding:
+    """Make an encoding of a vocabulary. The token between documents gets the id after the last one."""
+    special = {END: max(ranks.values()) + 1}
+    return tiktoken.Encoding(label, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+
+def _read_ranks(path: str, published: list[str]) -> dict[bytes, int]:
+    """Read a vocabulary file. Raises ValueError if it is missing or damaged."""
+    # tiktoken's own reader caches by path, and would miss that a file has changed.
+    ranks: dict[bytes, int] = {}
+    try:
+        # Reading a named pipe would wait for a writer, and a device may never end.
+        if Path(path).exists() and not Path(path).is_file():
+            raise ValueError("it is not a plain file")
+        lines = [line for line in read_bytes(Path(path)).splitlines() if line]
+        for line in lines:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        missing = sum(bytes([i]) not in ranks for i in range(256))
+        if missing:
+            raise ValueError(f"it lacks {missing} of the 256 single bytes")
+        distinct = set(ranks.values())
+        if len(distinct) < len(lines) or min(distinct) < 0 or max(distinct) >= MAX_RANK:
+            raise ValueError(f"ranks must be different and between 0 and {MAX_RANK:,}")
+    except (OSError, ValueError) as error:
+        file = f"a vocabulary file (lines with a token in base64 and its rank): {error}"
+        raise ValueError(f"data.tokenizer={path} is neither bytes nor {', '.join(published)} nor {file}") from None
+    return ranks

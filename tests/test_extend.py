@@ -1,5 +1,6 @@
 """Beginning with the weights of another run: what is inherited, kept, refused."""
 
+import base64
 import shutil
 import sys
 from functools import partial
@@ -14,7 +15,7 @@ from process_helpers import On
 from safetensors.torch import load_file
 
 import ropewalk
-from data.hf_tokenizer import BYTE_OF, pre_tokenizer, save
+from data.hf_tokenizer import BYTE_OF
 from ropewalk.app.init_from import train_values
 from ropewalk.app.run_dir import read_config
 from ropewalk.evaluation.results import load_all
@@ -128,12 +129,10 @@ def test_positions_without_parameters_can_be_dropped(straight, extend, refused):
 
 def test_another_vocabulary_of_the_same_size_is_refused(refused, straight, tmp_path):
     """Of the bytes, in reverse."""
-    reverse = {character: 255 - byte for character, byte in BYTE_OF.items()}
-    of_bytes = tokenizers.Tokenizer(tokenizers.models.BPE(reverse, []))
-    of_bytes.pre_tokenizer = pre_tokenizer()
-    save(of_bytes, tmp_path)
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {255 - byte}\n" for byte in range(256)]
+    (tmp_path / "v.tiktoken").write_text("".join(lines))
 
-    error = refused(straight("pe=rope"), f"data.tokenizer=hf:{tmp_path}")
+    error = refused(straight("pe=rope"), f"data.tokenizer={tmp_path / 'v.tiktoken'}")
 
     assert "a vocabulary of 257 tokens, the data another one of 257" in error
 
@@ -224,7 +223,7 @@ def small_llama(folder, vocab_size):
     model = hf_model("llama", **sizes)
     model.save_pretrained(folder)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(dict(BYTE_OF), []))
-    tokenizer.pre_tokenizer = pre_tokenizer()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(["<begin>", "<end>", "<fill>", "<middle>"])
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -308,7 +308,7 @@ def test_any_option_of_any_value_is_an_error_or_a_run(quick, tmp_path, monkeypat
         shutil.rmtree(old, ignore_errors=True)
     here.mkdir()
     monkeypatch.chdir(here)
-    pipe = tmp_path / "pipe"  # nobody writes to it
+    pipe = tmp_path / "pipe.tiktoken"  # nobody writes to it
     if not pipe.exists():
         os.mkfifo(pipe)
     arguments = [argument.replace("PIPE", str(pipe)) for argument in drawn_arguments(rng, quick.complete)]

@@ -230,7 +230,7 @@ class RunDir:
 
     def _record_start(self, place: Path, starts: list[dict[str, Any]]) -> None:
         """Add this start of the run to the earlier `starts`, in environment.json at `place`."""
-        packages = {name: version(name) for name in ("lightning", "hydra-core", "numpy", "tokenizers", "datasets")}
+        packages = {name: version(name) for name in ("lightning", "hydra-core", "numpy", "tiktoken", "datasets")}
         start = provenance(threads=torch.get_num_threads(), platform=platform.platform(), packages=packages)
         _, diff = source_state()
         if diff:
@@ -356,6 +356,8 @@ def data_options(run: Path, cache_dir: str) -> dict[str, Any]:
     folder = run / "tokenizer"
     if (folder / "tokenizer.json").is_file():
         options["tokenizer"] = f"hf:{folder}"
+    for vocabulary in folder.glob("*.tiktoken"):
+        options["tokenizer"] = str(vocabulary)
     # A run may come from elsewhere, and must not decide where this machine writes.
     if "cache_dir" in options:
         options["cache_dir"] = cache_dir

@@ -5,19 +5,21 @@ from pathlib import Path
 
 import tokenizers
 
-from data.hf_tokenizer import BYTE_OF, HFTokenizer, pre_tokenizer, save
+from data.hf_tokenizer import CHARACTER_OF, HFTokenizer, pre_tokenizer
 from data.tokenizer import Tokenizer
 from ropewalk.files import copy_files, read_json
 
 
 def write(encoder: Tokenizer, folder: Path) -> None:
     """Write files from which transformers.AutoTokenizer builds the same tokenizer, with our end token as its own."""
-    if not isinstance(encoder, HFTokenizer):
-        # Each byte is a token, and none are merged.
-        as_bytes = tokenizers.Tokenizer(tokenizers.models.BPE(dict(BYTE_OF), []))
-        as_bytes.pre_tokenizer = pre_tokenizer()
-        save(as_bytes, folder)
-        return
+    if isinstance(encoder, HFTokenizer):
+        _write_copy(encoder, folder)
+    else:
+        _write_bpe(encoder, folder)
+
+
+def _write_copy(encoder: HFTokenizer, folder: Path) -> None:
+    """Copy the files of a published tokenizer, and record its class and end token."""
     # The export has written the config.json of the new model.
     copy_files((path for path in encoder.files if path.name != "config.json"), folder)
     config = folder / "tokenizer_config.json"
@@ -26,3 +28,35 @@ def write(encoder: Tokenizer, folder: Path) -> None:
     values["tokenizer_class"] = "PreTrainedTokenizerFast"
     values["eos_token"] = encoder.decode([encoder.eot])
     config.write_text(json.dumps(values, indent=2))
+
+
+def _write_bpe(encoder: Tokenizer, folder: Path) -> None:
+    """Write a vocabulary of tiktoken's kind as tokenizer.json and tokenizer_config.json."""
+    ranks = encoder.ranks
+    names = {token: token.decode("latin-1").translate(CHARACTER_OF) for token in ranks}
+
+    # tiktoken joins any two neighbours whose union is a token, the lowest rank first. The library wants a list of
+    # pairs: each way to cut a token into two tokens is one, in the order of the tokens' ranks.
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        for i in range(1, len(token)):
+            left, right = token[:i], token[i:]
+            if left in ranks and right in ranks:
+                merges.append((names[left], names[right]))
+
+    vocab = {names[token]: rank for token, rank in ranks.items()}
+    end = encoder.decode([encoder.eot])
+    # `add_special_tokens` gives the end token the next free id. If its id is another one, it must be in the vocabulary;
+    # otherwise it must not be, as text that looks like it could then be encoded as it.
+    if encoder.eot != len(vocab):
+        vocab[end] = encoder.eot
+    # With `ignore_merges` a piece that is a token is not merged from its bytes, as in tiktoken.
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizer(encoder.pattern)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([end])
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
+    # No token is put at the start. llama.cpp would put one there unless it is told.
+    config["add_bos_token"] = False
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))

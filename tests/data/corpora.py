@@ -1,12 +1,11 @@
 """Small corpora and vocabularies for the tests of the data."""
 
+import base64
 import random
 
 import numpy as np
-import tokenizers
 
 import data.base
-from data.hf_tokenizer import BYTE_OF, pre_tokenizer, save
 
 
 def write_corpus(folder, documents=40, seed=0):
@@ -51,13 +50,12 @@ def documents_of(source, name):
     return texts
 
 
-def write_vocabulary(folder, merges=(("r", "o"), ("ro", "pe")), unused=0):
-    """A tokenizer of the single bytes, of what merges make, and of tokens that no text has; for data.tokenizer."""
-    folder.mkdir()
-    vocab = dict(BYTE_OF)
-    for token in ["pe", *map("".join, merges), *(f"{i}!" for i in range(unused))]:
-        vocab[token] = len(vocab)
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("p", "e"), *merges]))
-    bpe.pre_tokenizer = pre_tokenizer()
-    save(bpe, folder)
-    return f"hf:{folder}"
+def write_vocabulary(path, merges=(b"th", b"the", b" the"), skip=0):
+    """A vocabulary file: the single bytes, then `merges` from rank 256 + skip on."""
+    ranks = {bytes([i]): i for i in range(256)}
+    for i, piece in enumerate(merges):
+        ranks[piece] = 256 + skip + i
+    with path.open("w") as file:
+        for piece, rank in ranks.items():
+            file.write(f"{base64.b64encode(piece).decode()} {rank}\n")
+    return str(path)

@@ -9,17 +9,16 @@ import pytest
 import tokenizers as lib
 import torch
 import transformers
-from corpora import documents_of, prepared, write_corpus
+from corpora import documents_of, prepared, write_corpus, write_vocabulary
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data.hf_tokenizer import FILE_PATTERN, HFTokenizer, train
-from data.text import TextFiles
-from data.tokenizer import Tokenizer
+from data.hf_tokenizer import HFTokenizer
+from data.tokenizer import FILE_PATTERN, Tokenizer
 from ropewalk.evaluation.measures.cut import inputs_of
 from ropewalk.hf.tokenizers import write
 
-BYTES = Tokenizer()
+BYTES = Tokenizer("bytes")
 
 
 def encoded(tokenizer, texts) -> list[list[int]]:
@@ -43,9 +42,33 @@ def test_the_byte_vocabulary_has_one_more_token_which_ends_a_text():
     assert encoded(BYTES, ["a\ud800b"]) == [list(b"a?b")]  # UTF-8 has no lone surrogates
 
 
-def test_a_tokenizer_of_another_kind_is_refused_with_its_name_on_the_hub():
-    with pytest.raises(ValueError, match=r"data\.tokenizer=gpt2 .*hf:openai-community/gpt2"):
-        TextFiles(files="none", tokenizer="gpt2")
+def test_a_vocabulary_file_gives_the_ids_of_its_ranks(tmp_path):
+    path = write_vocabulary(tmp_path / "tiny.tiktoken", skip=4)
+    tokenizer = Tokenizer(path)
+    the, after_blank, end = range(261, 264)
+    texts = ["the then<|endoftext|>", "then, the end: é", "", "the"]
+
+    ids = encoded(tokenizer, texts)
+
+    assert ids[0][:3] == [the, after_blank, ord("n")]
+    assert ids[2:] == [[], [the]]
+    assert tokenizer.eot == end not in ids[0]
+    assert [tokenizer.decode(of_text) for of_text in ids] == texts
+    assert tokenizer.token_bytes[:256].eq(1).all()
+    assert tokenizer.token_bytes[256:].tolist() == [0, 0, 0, 0, 2, 3, 4, 0]
+    assert tokenizer.decode([104, 257, 105, 10**6]) == "hi"  # unused ids decode to nothing
+    assert Tokenizer(path).hash == tokenizer.hash != BYTES.hash
+
+
+@pytest.mark.parametrize("line", ["!! 3", "YWI= 7", "YWI= -1", "YWI= 4194304"])
+def test_what_is_no_vocabulary_is_refused_at_once(tmp_path, line):
+    """A line that is no base64, a rank of another, a negative one, and one that is too large."""
+    path = tmp_path / "v.tiktoken"
+    write_vocabulary(path)
+    path.write_text(f"{path.read_text()}{line}\n")
+
+    with pytest.raises(ValueError, match=r"v\.tiktoken is neither bytes nor gpt2, .* nor a vocabulary file"):
+        Tokenizer(str(path))
 
 
 WORDS = ["rope", " walk", "ing", "  ", "\n", "\t", "é", "e\u0301", "漢字", "👩‍👩‍👧", "'ll", "1234"]
@@ -151,16 +174,14 @@ def test_published_tokenizers_are_read_as_their_library_does(kind, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["bytes", "trained", "qwen", "llama2"])
+@pytest.mark.parametrize("name", ["bytes", "v.tiktoken", "qwen", "llama2"])
 def test_an_exported_tokenizer_gives_transformers_the_ids_of_training(name, tmp_path):
     if name in BEGIN_AND_END:
         published(name, tmp_path)
         ours = HFTokenizer(str(tmp_path))
-    elif name == "trained":
-        train([" ".join(WORDS)], 290, tmp_path)
-        ours = HFTokenizer(str(tmp_path))
     else:
-        ours = BYTES
+        merges = [b"ro", b"op", b"rop", b"ope", b" w", b"alk", b"al", b" walk", b"12", "é".encode()]
+        ours = Tokenizer(name if name == "bytes" else write_vocabulary(tmp_path / name, merges))
     texts = random_texts([*WORDS, "\x00", "<tool>", *"ropewalk 12"], 300)
     ids = encoded(ours, texts)
     out = tmp_path / "out"

@@ -88,10 +88,10 @@ def test_a_needle_lies_at_its_depth(depth):
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """A source whose vocabulary was trained on the questions, so that most words are one token."""
-    folder = tmp_path_factory.mktemp("words")
+    path = tmp_path_factory.mktemp("words") / "words.tiktoken"
     questions = [bytes(question(task, list_bytes, 3000, (0, 0))[0]).decode() for task in TASKS]
-    hf_tokenizer.train(questions, 1000, folder)
-    source = TextFiles(files="none", tokenizer=f"hf:{folder}")
+    hf_tokenizer.train(questions, 1000, path)
+    source = TextFiles(files="none", tokenizer=str(path))
     essay = torch.tensor([source.encode("A sailor waits for rain.\nWho mends the coat?\n" * 40)])
     source.validation = lambda length, tokens: EvalSet("text", length, 1, lambda first, last: (essay, essay))
     return source
