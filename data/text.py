@@ -10,7 +10,9 @@ from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from data.prepare import Source
 from data.stream import TextData
@@ -38,19 +40,12 @@ class TextFiles(TextData):
 
     label = "text"
 
-    files: str | list[str] | None = None  # required: glob patterns; ** matches any number of folders
-    document_bytes: int = 2**17
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.files:
-            raise ValueError("data.files is missing: give a pattern, as in data.files='corpus/**/*.txt'")
-        if self.document_bytes < 64:
-            raise ValueError(f"data.document_bytes={self.document_bytes} must be at least 64")
+    files: str | Annotated[list[str], Field(min_length=1)]  # glob patterns; ** matches any number of folders
+    document_bytes: Annotated[int, Field(ge=64)] = 2**17
 
     def source(self, progress: bool) -> Source:
         patterns = [self.files] if isinstance(self.files, str) else self.files
-        return read_files(matching_files(patterns or []), self.document_bytes)
+        return read_files(matching_files(patterns), self.document_bytes)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -59,17 +54,12 @@ class HuggingFace(TextData):
 
     label = "hf"
 
-    path: str | None = None  # required: an id on the hub, or the format of local files: parquet, json, text, arrow
+    path: str  # an id on the hub, or the format of local files: parquet, json, text, arrow
     data_files: str | list[str] | None = None  # paths or glob patterns of local files
     subset: str | None = None  # name of a configuration of the dataset
     split: str = "train"  # where the documents are taken from; validation is split off by our own rule
     text_field: str = "text"  # column that holds the text
     revision: str | None = None  # commit, branch or tag on the hub; give one to keep the data as they are
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.path:
-            raise ValueError("data.path is missing: a dataset on the hub, or the format of local files, as in parquet")
 
     def source(self, progress: bool) -> Source:
         import datasets  # takes seconds, so only where it is used
@@ -78,7 +68,7 @@ class HuggingFace(TextData):
             datasets.disable_progress_bars()
         options: dict[str, Any] = {"split": self.split, "data_files": self.data_files, "revision": self.revision}
         try:
-            rows = datasets.load_dataset(str(self.path), self.subset, **options)
+            rows = datasets.load_dataset(self.path, self.subset, **options)
         except Exception as error:  # the library, the hub and the network have many
             cause = error.__cause__ or error  # the error that says why, of "occurred while generating the dataset"
             reason = str(cause).strip().split("\n")[0][:300]

@@ -222,9 +222,9 @@ def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, 
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """Plain, resolved values of a program's own keys, without required keys that are not given."""
+    """Plain, resolved values of a program's own keys, without those that are required and not given."""
     own: Any = [key for key in config if key not in ("experiment", "hydra") and not OmegaConf.is_missing(config, key)]
-    values: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, own), resolve=True)
+    values: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, own), resolve=True, throw_on_missing=True)
     return values
 
 
