@@ -20,11 +20,6 @@ def run(train):
     return train.runs / "rope-text"
 
 
-def all_every(steps: int) -> list[str]:
-    """Options by which rows, validation and checkpoints come every so many steps."""
-    return [f"trainer.{key}={steps}" for key in ("log_every", "val_every", "checkpoint_every")]
-
-
 @pytest.mark.parametrize(
     ("rate", "every", "message", "saved"),
     [
@@ -35,8 +30,9 @@ def all_every(steps: int) -> list[str]:
 )
 def test_a_step_that_explodes(train, run, rate, every, message, saved):
     """It is named, and nothing of it or after it is saved."""
-    unbounded = "optim.warmup_steps=0", "optim.grad_clip=null"
-    outcome = train("pe=rope", f"optim.lr={rate}", *unbounded, *all_every(every), code=2)
+    options = [f"trainer.{key}={every}" for key in ("log_every", "val_every", "checkpoint_every")]
+    options += [f"optim.lr={rate}", "optim.warmup_steps=0", "optim.grad_clip=null"]
+    outcome = train("pe=rope", *options, code=2)
 
     assert message in outcome.err
     assert steps_in(run / "checkpoints") == saved
@@ -62,11 +58,10 @@ def fill_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
-def test_a_full_disk(train, run, straight, monkeypatch, fill_disk):
+def test_a_full_disk(train, run, straight, fill_disk):
     """No half-written checkpoint stays, and the run goes on where there is room again."""
     expected = straight("pe=rope")
-    with monkeypatch.context() as patch:
-        On("ropewalk.training.checkpoints:save", 2, fill_disk)(patch.setattr)
+    with On("ropewalk.training.checkpoints.save", 2, fill_disk):
         outcome = train("pe=rope", code=2)
     fill_disk(resource.RLIM_INFINITY)
 

@@ -223,8 +223,8 @@ SOURCES = [path.stem for path in sorted(ROOT.glob("conf/data/*.yaml")) if ".task
 # The words that may be chosen, and what stands at and beside the limits of numbers: minimum, exclusiveMaximum, ...
 SCHEMA = json.dumps(Config.model_json_schema())
 LIMITS = [*chain(*map(json.loads, re.findall(r'"enum": (\[.*?\])', SCHEMA)))]
-XX
-    LIMITS += [f"{limit - 1:g}", f"{limit:g}", f"{limit + 1:g}"]
+for limit in map(int, re.findall(r'imum": (-?\d+)', SCHEMA)):
+    LIMITS += [f"{limit - 1}", f"{limit}", f"{limit + 1}"]
 
 
 def affordable(fabric, cfg, hardware, data, net, training=program.Training):

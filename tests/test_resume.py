@@ -32,10 +32,10 @@ TASK = ("pe=cope", "data=flip_flop", *[option for option in HARD if option != ST
 MOMENTS = {
     # Call 2 of the training step is the second half of step 1, call 6 that of step 3: the second stage begins there.
     "in mid-accumulation": (TEXT, [On(STEP, 2, kill), On(STEP, 6, kill)]),
-    "at a checkpoint": (TASK, [On("torch:save", 2, kill), On("ropewalk.training.checkpoints:prune", 2, kill)]),
+    "at a checkpoint": (TASK, [On("torch.save", 2, kill), On("ropewalk.training.checkpoints.prune", 2, kill)]),
     "at the start and at the end": (
         TASK,
-        [On("ropewalk.app.run_dir:provenance", 1, kill), On("train:write_json", 1, kill)],
+        [On("ropewalk.app.run_dir.provenance", 1, kill), On("train.write_json", 1, kill)],
     ),
 }
 
@@ -55,12 +55,11 @@ def test_killed_twice(train, straight, when):
     ("number", "code", "call", "step", "rows"),
     [(signal.SIGUSR1, STOPPED, 9, 5, [1, 3]), (signal.SIGINT, INTERRUPTED, 11, 6, [1, 3, 6])],
 )
-def test_a_signal_stops_after_the_step(train, straight, monkeypatch, number, code, call, step, rows):
+def test_a_signal_stops_after_the_step(train, straight, number, code, call, step, rows):
     """It comes in the first half of a step: of the fifth, at which nothing is due, or of the last."""
     options = [*TEXT, "trainer.checkpoint_every=6", "name=stopped"]
     handler = signal.getsignal(number)
-    with monkeypatch.context() as patch:
-        On(STEP, call, partial(signal.raise_signal, number))(patch.setattr)
+    with On(STEP, call, partial(signal.raise_signal, number)):
         train(*options, code=code)
 
     assert signal.getsignal(number) is handler

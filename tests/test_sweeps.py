@@ -16,7 +16,7 @@ from ropewalk.app.sweep import plan
 from ropewalk.training.stop import STOPPED
 
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
-ROW = "ropewalk.app.run_dir:append"  # called five times in a run: call 8 is for step 3 of the second
+ROW = "ropewalk.app.run_dir.append"  # called five times in a run: call 8 is for step 3 of the second
 
 
 def test_each_job_is_the_run_that_it_would_be_alone(train, trained):
@@ -31,10 +31,9 @@ def test_each_job_is_the_run_that_it_would_be_alone(train, trained):
     assert differences(of_sweep, alone) == []
 
 
-def test_a_stopped_sweep_is_continued(train, monkeypatch):
+def test_a_stopped_sweep_is_continued(train):
     sweep = ["pe=rope,alibi", *SHORT, "-m"]
-    with monkeypatch.context() as patch:
-        On(ROW, 8, partial(signal.raise_signal, signal.SIGINT))(patch.setattr)  # Ctrl-C
+    with On(ROW, 8, partial(signal.raise_signal, signal.SIGINT)):  # Ctrl-C
         train(*sweep, code=130)
     complete = train.runs / "rope-text"
     before = {path: path.stat().st_mtime_ns for path in complete.rglob("*")}
@@ -46,9 +45,9 @@ def test_a_stopped_sweep_is_continued(train, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in complete.rglob("*")} == before
 
 
-def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
-    On(ROW, 2, power_cut)(monkeypatch.setattr)
-    outcome = train("pe=rope,nope", *SHORT, "-m", code=1)
+def test_a_failing_job_is_named_and_the_others_go_on(train):
+    with On(ROW, 2, power_cut):
+        outcome = train("pe=rope,nope", *SHORT, "-m", code=1)
 
     assert "[1/2] rope-text: failed: power cut" in outcome.err
     assert "in power_cut\n" in outcome.err  # where, since it is nobody's mistake

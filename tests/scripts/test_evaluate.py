@@ -9,7 +9,7 @@ from process_helpers import On, power_cut
 from ropewalk.evaluation.results import load_all
 from scripts import evaluate as program
 
-SCORER = "ropewalk.evaluation.scoring:Scorer.__call__"  # called once for each length
+SCORER = "ropewalk.evaluation.scoring.Scorer.__call__"  # called once for each length
 
 
 @pytest.fixture
@@ -40,11 +40,10 @@ def evaluate(script, tmp_path):
     return lambda *arguments, code=0: script(program, *arguments, f"cache_dir={tmp_path / 'cache'}", code=code)
 
 
-def test_a_power_cut_keeps_what_was_measured(make_run, evaluate, monkeypatch):
+def test_a_power_cut_keeps_what_was_measured(make_run, evaluate):
     """Here in the third of four lengths of the second reading."""
     run = make_run("pe=rope")
-    On(SCORER, 7, power_cut)(monkeypatch.setattr)
-    with pytest.raises(RuntimeError, match="power cut"):
+    with On(SCORER, 7, power_cut), pytest.raises(RuntimeError, match="power cut"):
         evaluate(f"run={run}", "measures=[lengths]", "eval.variants=[linear]")
     (e,) = load_all(run)
     assert e.variant.label == "rope"

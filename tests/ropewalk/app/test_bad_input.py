@@ -9,8 +9,6 @@ import yaml
 from conftest import ROOT, snapshot
 
 import train as program
-from conf.foreign import FOREIGN
-from conf.schema import flatten
 from ropewalk.app.explain import CONF_DIR, described
 from ropewalk.app.init_from import train_values
 
@@ -127,12 +125,6 @@ def test_a_mistake_on_the_command_line_is_named_and_nothing_written(train, line,
     arguments = [line] if "\n" in line else line.split()
     assert message in train(*arguments, code=2).err
     assert not train.runs.exists()
-
-
-def test_no_name_of_ours_is_called_foreign():
-    keys = flatten(train_values("logger=wandb")).keys()
-    words = {key.rpartition(".")[2] for key in keys}
-    assert FOREIGN.keys() & (words | keys) <= {"data"}
 
 
 def test_a_mistake_harms_no_run(train):

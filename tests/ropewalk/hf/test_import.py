@@ -202,9 +202,3 @@ def test_a_folder_of_the_hubs_cache_is_read_through_its_links(tmp_path):
         read_model(folder)
     with pytest.raises(ValueError, match="link out of its folder"):
         copy_files([config], tmp_path / "out")
-
-
-def test_a_name_that_neither_the_disk_nor_the_hub_knows(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="no-such/model is not a local folder"):
-        read_model("hf:no-such/model")
