@@ -8,7 +8,9 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 from multiprocessing.context import ForkServerProcess
@@ -19,6 +21,9 @@ from unittest.mock import patch
 
 from hydra.core.plugins import Plugins
 
+from ropewalk.training.stop import STOPPED
+
+ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["train", "lightning.fabric", "ropewalk.training.sharding", "data.text", "tests.process_helpers"]
@@ -51,6 +56,17 @@ def live(*arguments: Any, **options: Any) -> int:
     return process.exitcode
 
 
+def terminated(command: list[str], *files: Path) -> tuple[str, str]:
+    """Start a command, and stop it by a signal to its first process once these files exist: what it said."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not all(file.exists() for file in files):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate()
+    assert process.returncode == STOPPED, err
+    return out, err
+
+
 def _run(
     arguments: list[str],
     prepare: Callable[[], None] | None,
@@ -65,7 +81,7 @@ def _run(
     os.dup2(file, 2)
     os.setpgrp()  # a group of its own, as a job has it
     os.environ.update(environment)
-    sys.argv = [f"{Path(__file__).parents[1]}/{program}.py", *arguments]
+    sys.argv = [f"{ROOT}/{program}.py", *arguments]
     page.html = lambda *_: ""  # it takes as long as all else
     if prepare:
         prepare()

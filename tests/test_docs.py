@@ -1,6 +1,5 @@
 """README and docs/: links lead somewhere, commands are valid, tables and the picture follow from the results."""
 
-import importlib.util
 import json
 import re
 import shlex
@@ -17,6 +16,7 @@ from conftest import ROOT, outcome_of, tokens, write_knots
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from conf.schema import parse
+from docs import results
 from model import serialization
 from ropewalk.app.cli import composed, plain
 from ropewalk.app.init_from import train_values
@@ -155,9 +155,6 @@ def test_commands_are_valid(command):
 
 @pytest.mark.long
 def test_tables_and_picture_follow_from_the_results(tmp_path):
-    spec = importlib.util.spec_from_file_location("docs_results", ROOT / "docs/results.py")
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
     for path in RESULTS:
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +164,7 @@ def test_tables_and_picture_follow_from_the_results(tmp_path):
             copy.write_text(text)
     (tmp_path / "docs/gain.svg").unlink()
 
-    program.main([], tmp_path)
+    results.main([], tmp_path)
 
     for path in RESULTS:
         copy = tmp_path / path.relative_to(ROOT)

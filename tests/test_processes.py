@@ -1,16 +1,14 @@
 """Two processes train what one does, fail together, and go on from each other's checkpoints."""
 
 import signal
-import subprocess
 import sys
-import time
 from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT, rows_of
+from conftest import rows_of
 from differences import differences, results
-from process_helpers import STEP, On, kill, together
+from process_helpers import STEP, On, kill, terminated, together
 from safetensors.torch import load_file
 
 from ropewalk.training.checkpoints import path_of, steps_in
@@ -193,25 +191,10 @@ def test_a_run_that_lightning_started_goes_on_by_torchrun(train, job):
     """A signal to the first process, which has started the other one, stops the run."""
     options = [f"trainer.{key}=100" for key in ("log_every", "val_every", "checkpoint_every")]
     options += ["pe=rope", "trainer.max_steps=300", "logger=tensorboard", "name=launched"]
-    command = [
-        sys.executable,
-        f"{ROOT}/train.py",
-        *train.complete(*options, "trainer=ddp", "trainer.devices=2"),
-    ]
-    stopped = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
     run = train.runs / "launched"
-    while stopped.poll() is None and not (run / "metrics.jsonl").exists():
-        time.sleep(0.05)
-    stopped.send_signal(signal.SIGTERM)
-    out, err = stopped.communicate()
+    command = [sys.executable, "train.py", *train.complete(*options, "trainer=ddp", "trainer.devices=2")]
+    out, err = terminated(command, run / "metrics.jsonl")
 
-    assert stopped.returncode == STOPPED, err
     assert out.count("stopped after step") == 1
     assert "rror" not in err
 

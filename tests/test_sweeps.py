@@ -1,19 +1,16 @@
 """A sweep: its jobs are the runs one by one, mistakes end it before any work, failures are named and skipped."""
 
 import signal
-import subprocess
 import sys
-import time
 from functools import partial
 
 import pytest
-from conftest import ROOT, rows_of
+from conftest import rows_of
 from differences import differences
-from process_helpers import On, power_cut
+from process_helpers import On, power_cut, terminated
 
 from ropewalk.app.run_dir import read_config
 from ropewalk.app.sweep import plan
-from ropewalk.training.stop import STOPPED
 
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
 ROW = "ropewalk.app.run_dir.append"  # called five times in a run: call 8 is for step 3 of the second
@@ -110,12 +107,7 @@ def test_runs_train_side_by_side(train, monkeypatch):
 def test_a_signal_stops_what_trains_side_by_side(train):
     """It may reach the first process alone. Each run has a checkpoint then, and goes on."""
     options = ["pe=rope", "seed=0,1", "trainer.max_steps=3000", "trainer.log_every=1", *SHORT]
-    sweep = [sys.executable, f"{ROOT}/train.py", *train.complete(*options, "-m")]
-    stopped = subprocess.Popen(sweep, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     runs = [train.runs / "rope-text", train.runs / "rope-text-s1"]
-    while stopped.poll() is None and not all((run / "metrics.jsonl").exists() for run in runs):
-        time.sleep(0.05)
-    stopped.send_signal(signal.SIGTERM)
-    _, err = stopped.communicate()
-    assert stopped.returncode == STOPPED, err
+    sweep = [sys.executable, "train.py", *train.complete(*options, "-m")]
+    terminated(sweep, *[run / "metrics.jsonl" for run in runs])
     assert all([*run.glob("checkpoints/*.ckpt")] for run in runs)
