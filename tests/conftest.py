@@ -178,6 +178,20 @@ def gradients_of(loss, net):
     )
 
 
+def layer_gradients(pe, q, k, v, x, weights, autocast=None):
+    """The gradients of a layer's inputs q, k, v and of the parameters of its encoding, those that there are.
+
+    `weights` are those of the outputs in what is differentiated; `autocast` is a dtype.
+    """
+    inputs = {"q": q, "k": k, "v": v, **dict(pe.named_parameters())}
+    for tensor in inputs.values():
+        tensor.requires_grad_()
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        out = attend(pe, q, k, v, x)
+    (out * weights).sum().backward()
+    return {name: tensor.grad for name, tensor in inputs.items() if tensor.grad is not None}
+
+
 def pytest_collection_modifyitems(items):
     """Mark what trains a run, or needs a kernel, transformers or a browser: `make test-fast` leaves it out."""
     for item in items:

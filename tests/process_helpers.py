@@ -56,9 +56,10 @@ def live(*arguments: Any, **options: Any) -> int:
     return process.exitcode
 
 
-def terminated(command: list[str], *files: Path) -> tuple[str, str]:
+def terminated(command: list[str], *files: Path, **options: Any) -> tuple[str, str]:
     """Start a command, and stop it by a signal to its first process once these files exist: what it said."""
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, **output, **options)
     while process.poll() is None and not all(file.exists() for file in files):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)

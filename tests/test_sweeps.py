@@ -1,5 +1,6 @@
 """A sweep: its jobs are the runs one by one, mistakes end it before any work, failures are named and skipped."""
 
+import os
 import signal
 import sys
 from functools import partial
@@ -104,10 +105,24 @@ def test_runs_train_side_by_side(train, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_signal_stops_what_trains_side_by_side(train):
-    """It may reach the first process alone. Each run has a checkpoint then, and goes on."""
-    options = ["pe=rope", "seed=0,1", "trainer.max_steps=3000", "trainer.log_every=1", *SHORT]
+@pytest.mark.parametrize(
+    ("options", "begun"),
+    [
+        (["trainer.max_steps=3000", "trainer.log_every=1"], "metrics.jsonl"),
+        (["trainer.max_steps=0", "eval.sequences=100000"], "config.yaml"),
+    ],
+    ids=["while they train", "while they are measured"],
+)
+def test_a_signal_stops_what_trains_side_by_side(train, options, begun):
+    """It may reach the first process alone. What had not begun does not begin."""
+    options = ["pe=rope", "seed=0,1,2,3,4", *options, *SHORT]
     runs = [train.runs / "rope-text", train.runs / "rope-text-s1"]
     sweep = [sys.executable, "train.py", *train.complete(*options, "-m")]
-    terminated(sweep, *[run / "metrics.jsonl" for run in runs])
-    assert all([*run.glob("checkpoints/*.ckpt")] for run in runs)
+    terminated(sweep, *[run / begun for run in runs], preexec_fn=_on_two_cores)
+
+    assert sorted(path.name for path in train.runs.glob("[!.]*")) == ["rope-text", "rope-text-s1"]
+    assert begun == "config.yaml" or all([*run.glob("checkpoints/*.ckpt")] for run in runs)
+
+
+def _on_two_cores():
+    os.sched_setaffinity(0, [*os.sched_getaffinity(0)][:2])
