@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import yaml
 from hypothesis import settings
 from omegaconf import OmegaConf
 from triton_interpreter import prepare_once
@@ -21,6 +22,7 @@ from model.gpt import GPT
 from model.position.layer import init_parameters, make_context
 from model.position.network import at_scale, view
 from ropewalk.app import cli
+from ropewalk.app.run_dir import read_metrics
 from ropewalk.report import page
 
 os.environ["OMP_NUM_THREADS"] = "1"  # in each process, also of those that tests start: the order of sums depends on it
@@ -39,31 +41,28 @@ PRESETS = [name for name in YAMLS if "pattern" in YAMLS[name] and name != "hybri
 ENCODINGS = [name for name in YAMLS if name not in PRESETS]
 
 
-def pe_options(name: str, **options) -> dict:
-    """The options in conf/pe/`name`.yaml, its defaults and the parts of a pattern filled in, with some replaced."""
-    own = OmegaConf.to_container(read_yaml(ROOT / "conf" / "pe" / f"{name}.yaml"))
-    merged = {}
-    for parent in own.pop("defaults", []):
-        if parent != "_self_":
-            merged |= pe_options(parent)
-    if "pattern" in options and "pattern" not in own:  # a pattern has nothing but its parts
-        own = {"name": name}
-        merged = {}
-    merged |= own | options
-    for key, value in merged.items():
-        if isinstance(value, dict) and "pe" in value:
-            part = dict(value)
-            merged[key] = pe_options(part.pop("pe"), **part)
-    return merged
-
-
-def data_options(name: str) -> dict:
-    """The options in conf/data/`name`.yaml, over those that it inherits."""
-    values = OmegaConf.to_container(read_yaml(ROOT / "conf" / "data" / f"{name}.yaml"))
+def group_options(group: str, name: str) -> dict:
+    """The options in conf/`group`/`name`.yaml, over those that it inherits."""
+    values = OmegaConf.to_container(read_yaml(ROOT / "conf" / group / f"{name}.yaml"))
     for parent in values.pop("defaults", []):
         if parent != "_self_":
-            values = data_options(parent) | values
+            values = group_options(group, parent) | values
     return values
+
+
+data_options = functools.partial(group_options, "data")
+
+
+def pe_options(pe: str, **options) -> dict:
+    """The options in conf/pe/`pe`.yaml, the parts of a pattern filled in, with some replaced."""
+    own = group_options("pe", pe)
+    if "pattern" in options and "pattern" not in own:  # a pattern has nothing but its parts
+        own = {"name": pe}
+    merged = own | options
+    for key, value in merged.items():
+        if isinstance(value, dict) and "pe" in value:
+            merged[key] = pe_options(**value)
+    return merged
 
 
 def build_pe(name: str, *, dim=64, n_head=4, n_kv_head=None, head_dim=16, train_len=32, **options):
@@ -180,6 +179,20 @@ def gradients_of(loss, net):
     )
 
 
+def layer_gradients(pe, q, k, v, x, weights, autocast=None):
+    """The gradients of a layer's inputs q, k, v and of the parameters of its encoding, those that there are.
+
+    `weights` are those of the outputs in what is differentiated; `autocast` is a dtype.
+    """
+    inputs = {"q": q, "k": k, "v": v, **dict(pe.named_parameters())}
+    for tensor in inputs.values():
+        tensor.requires_grad_()
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        out = attend(pe, q, k, v, x)
+    (out * weights).sum().backward()
+    return {name: tensor.grad for name, tensor in inputs.items() if tensor.grad is not None}
+
+
 def pytest_collection_modifyitems(items):
     """Mark what trains a run, or needs a kernel, transformers or a browser: `make test-fast` leaves it out."""
     for item in items:
@@ -202,14 +215,16 @@ class Outcome(NamedTuple):
     err: str
 
 
-def outcome_of(module: str, capfd) -> Outcome:
-    """What running a program did, until it exits."""
-    code = 0
+def outcome_of(module: str, capfd, code: int | None = 0) -> Outcome:
+    """What running a program did, until it exits with this code; None: with any."""
+    ended = 0
     try:
         cli.run(module)
     except SystemExit as stop:
-        code = stop.code
-    return Outcome(code, *capfd.readouterr())
+        ended = stop.code
+    outcome = Outcome(ended, *capfd.readouterr())
+    assert code in (ended, None), outcome.err
+    return outcome
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +262,10 @@ def train_here(runs) -> list[str]:
 
 @pytest.fixture
 def train(tmp_path, monkeypatch, capfd):
-    """`train("pe=rope", ...)` runs the command line of train.py on a small corpus and model, within this process."""
+    """`train("pe=rope", ...)` runs the command line of train.py on a small corpus and model, within this process.
+
+    It has to end with the exit code `code`, or with any for None.
+    """
     monkeypatch.setattr(page, "html", lambda *_: "")  # it takes as long as all else: REPORT, where it matters
     monkeypatch.setattr("ropewalk.app.side_by_side.processes", lambda cfg: 1)  # else it would depend on the machine
     corpus = write_knots(tmp_path / "corpus")
@@ -265,9 +283,9 @@ def train(tmp_path, monkeypatch, capfd):
         defaults = [option for option in defaults if option.split("=")[0] not in given]
         return sorted([*defaults, *arguments], key=lambda argument: not argument.startswith("-"))  # flags come first
 
-    def run(*arguments: str) -> Outcome:
+    def run(*arguments: str, code: int | None = 0) -> Outcome:
         monkeypatch.setattr("sys.argv", ["train.py", *complete(*arguments)])
-        return outcome_of("train", capfd)
+        return outcome_of("train", capfd, code)
 
     run.runs = tmp_path / "runs"
     run.corpus = corpus
@@ -280,8 +298,7 @@ def trained(train):
     """`trained("pe=rope", ..., name="mine")` is the folder of a run that has ended well."""
 
     def run(*options: str, name: str = "run") -> Path:
-        outcome = train(*options, f"name={name}")
-        assert outcome.code == 0, outcome.err
+        train(*options, f"name={name}")
         return train.runs / name
 
     return run
@@ -307,14 +324,30 @@ def straight(trained, finished, tmp_path_factory):
 
 @pytest.fixture
 def script(monkeypatch, capfd):
-    """`script(program, "run=...", ...)` runs the command line of a module in scripts/, within this process."""
+    """`script(program, "run=...", ...)` runs the command line of a module in scripts/, within this process.
 
-    def run(program, *arguments) -> Outcome:
+    It has to end with the exit code `code`, or with any for None.
+    """
+
+    def run(program, *arguments, code: int | None = 0) -> Outcome:
         monkeypatch.setattr("sys.argv", [f"{program.__name__.rpartition('.')[2]}.py", *map(str, arguments)])
         capfd.readouterr()
-        return outcome_of(program.__name__, capfd)
+        return outcome_of(program.__name__, capfd, code)
 
     return run
+
+
+def edit(path: Path, section: str | None = None, **changes) -> None:
+    """Change values in a JSON or YAML file, as anybody can: without its checksum. `...` removes one."""
+    is_json = path.suffix == ".json"
+    text = path.read_text()
+    values = json.loads(text) if is_json else yaml.safe_load(text)
+    values.pop("checksum", None)
+    part = values[section] if section else values
+    part.update(changes)
+    for key in [key for key, value in changes.items() if value is ...]:
+        del part[key]
+    path.write_text(json.dumps(values) if is_json else yaml.safe_dump(values))
 
 
 def snapshot(folder: Path) -> dict[Path, bytes]:
@@ -324,10 +357,7 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
 
 def rows_of(run_dir: Path) -> list[dict]:
     """The rows of metrics.jsonl, without what a clock measured."""
-    rows = []
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        for measured in ("seconds", "tokens_per_s", "utilisation", "checksum"):
-            row.pop(measured, None)
-        rows.append(row)
+    rows = [*read_metrics(run_dir)]
+    for row in rows:
+        del row["seconds"], row["tokens_per_s"]
     return rows

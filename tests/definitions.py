@@ -46,6 +46,11 @@ def frequencies(base=10_000.0):
     return base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
 
 
+def limited(x, low, high=None):
+    """x within limits, with the gradient of x itself, so that what is pushed beyond a limit can come back."""
+    return x + (x.clamp(low, high) - x).detach()
+
+
 def forgotten(pe, x):
     """The sum of the logarithms of all forget gates after the key up to the query: [B, H, T, T]."""
     log_gates = F.logsigmoid(x @ pe.gate.T + pe.gate_bias)

@@ -1,6 +1,5 @@
 """Small models of transformers with random weights, and our network with those of a folder."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -69,14 +68,6 @@ def tokens(length: int) -> torch.Tensor:
         (2, length),
         generator=torch.Generator().manual_seed(1),
     )
-
-
-def edit(folder: Path, **changes) -> None:
-    """Change keys of config.json; `...` removes one."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | changes
-    kept = {key: value for key, value in config.items() if value is not ...}
-    path.write_text(json.dumps(kept))
 
 
 @torch.no_grad()

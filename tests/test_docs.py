@@ -1,9 +1,9 @@
 """README and docs/: links lead somewhere, commands are valid, tables and the picture follow from the results."""
 
-import importlib.util
 import inspect
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from importlib import import_module
@@ -11,13 +11,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from conftest import ROOT
+import torch
+import transformers
+from conftest import ROOT, outcome_of, tokens, write_knots
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from conf.schema import parse
+from docs import results
+from model import serialization
 from ropewalk.app.cli import composed, plain
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import check
+from ropewalk.evaluation.results import load_all
 
 LOG = sorted(ROOT.glob("docs/log/*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *LOG]
@@ -152,9 +157,6 @@ def test_commands_are_valid(command):
 
 @pytest.mark.long
 def test_tables_and_picture_follow_from_the_results(tmp_path):
-    spec = importlib.util.spec_from_file_location("docs_results", ROOT / "docs/results.py")
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
     for path in RESULTS:
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +166,7 @@ def test_tables_and_picture_follow_from_the_results(tmp_path):
             copy.write_text(text)
     (tmp_path / "docs/gain.svg").unlink()
 
-    program.main([], tmp_path)
+    results.main([], tmp_path)
 
     for path in RESULTS:
         copy = tmp_path / path.relative_to(ROOT)
@@ -182,3 +184,42 @@ def test_the_notebook_runs(monkeypatch):
             exec("".join(cell["source"]), names)
 
     assert list(names["table"].index) == ["best possible", "kerple", "rope"]
+
+
+@pytest.mark.long
+def test_the_commands_of_the_walk_end_with_the_same_model_in_transformers(tmp_path, monkeypatch, capfd):
+    """docs/walk.sh at a small size."""
+    corpus = write_knots(tmp_path / "corpus")
+    options = [
+        "data=text",
+        f"data.files={corpus}/*.txt",
+        f"data.cache_dir={tmp_path}/prepared",
+        "data.val_fraction=0.3",
+        "model.n_layer=1",
+        "model.dim=32",
+        "model.n_head=2",
+        "trainer.accelerator=cpu",
+        "trainer.val_tokens=512",
+        "eval.by_position=false",
+        "eval.far_copies=false",
+    ]
+    runs = tmp_path / "runs"
+    small = f"set -- {shlex.join(options)}; RUNS={runs} LENGTH=48 STEPS=20\n"
+    monkeypatch.chdir(tmp_path)
+    _, *commands = said(small + (ROOT / "docs" / "walk.sh").read_text())  # the first one asks where the script lies
+    for _, program, *arguments in commands:
+        monkeypatch.setattr("sys.argv", [program, *arguments])
+        module = program.removesuffix(".py").replace("/", ".")
+        outcome_of(module, capfd)
+
+    read_by = {e.variant.label for e in load_all(runs / "walk-rope")}
+
+    assert read_by == {"rope", "linear at scale 4", "ntk at scale 4", "yarn at scale 4", "yarn at scale 8"}
+
+    net = serialization.load(runs / "walk-yarn")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(runs / "walk-hf")
+    idx = tokens(192, vocab_size=net.vocab_size)
+    logits = net(idx)
+
+    torch.testing.assert_close(theirs(idx).logits, logits, rtol=1e-5, atol=1e-5)
+    assert logits.std() > 0.1

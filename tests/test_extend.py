@@ -39,9 +39,8 @@ def extend(train):
     """`extend(base, "pe=yarn", ...)` takes one step, at a rate of nearly 0: the run's folder, and what was said."""
 
     def run(base, *options: str, name: str = "child") -> tuple[Path, str]:
-        step = "trainer.max_steps=1", "optim.lr=1e-12"
+        step = "trainer.max_steps=1", "optim.lr=1e-15"
         outcome = train(f"init_from={base}", *step, *options, f"name={name}")
-        assert outcome.code == 0, outcome.err
         return train.runs / name, outcome.out
 
     return run
@@ -52,8 +51,7 @@ def refused(train):
     """`refused(base, "model.dim=64", ...)` is the error of a run that is not begun."""
 
     def run(base, *options: str) -> str:
-        outcome = train(f"init_from={base}", *options, "name=refused")
-        assert outcome.code == 2
+        outcome = train(f"init_from={base}", *options, "name=refused", code=2)
         assert not (train.runs / "refused").exists()
         return outcome.err
 
@@ -62,10 +60,7 @@ def refused(train):
 
 def test_two_extensions_keep_the_first_length(straight, extend):
     base = straight("pe=rope", "pe.base=500", "model.n_layer=2")
-    first, said = extend(base, "pe=yarn", "pe.scale=2", "train_len=32", "eval.lengths=[0.5,1]")
-
-    assert "scale 2" in said.split("original length 16")[0]  # beyond original_len the scale is at work
-
+    first, _ = extend(base, "pe=yarn", "pe.scale=2", "train_len=32", "eval.lengths=[0.5,1]")
     second, _ = extend(first, "pe=yarn", "pe.scale=4", "train_len=64", "eval.lengths=[0.5,1]", name="second")
     for run in (first, second):
         config = read_config(run)
@@ -85,7 +80,7 @@ def losses(run: Path, step: int) -> dict[str, list]:
     return found
 
 
-def test_a_run_measures_the_model_it_starts_from_once(straight, train, trained, monkeypatch):
+def test_a_run_measures_the_model_it_starts_from_once(straight, train, trained):
     """As that model reads, and by the run's encoding: what a run of 0 steps measures of the same weights."""
     yarn = f"init_from={straight('pe=rope')}", "train_len=32", "eval.lengths=[1,2]", "pe=yarn", "pe.scale=2"
     none = trained(*yarn, "eval.variants=[rope]", "trainer.max_steps=0", name="none")
@@ -93,9 +88,8 @@ def test_a_run_measures_the_model_it_starts_from_once(straight, train, trained, 
     assert read_json(none / "model.json")["original_len"] == 16  # without a step it stays
 
     child = train.runs / "child"
-    with monkeypatch.context() as patch:
-        On("train:Training.fit", 1, partial(sys.exit, 9))(patch.setattr)
-        assert train(*yarn, "name=child").code == 9
+    with On("train.Training.fit", 1, partial(sys.exit, 9)):
+        train(*yarn, "name=child", code=9)
     before = load_all(child)
 
     assert losses(child, step=0) == losses(none, step=0)
@@ -133,7 +127,6 @@ def test_another_vocabulary_of_the_same_size_is_refused(refused, straight, tmp_p
     (tmp_path / "v.tiktoken").write_text("".join(lines))
 
     error = refused(straight("pe=rope"), f"data.tokenizer={tmp_path / 'v.tiktoken'}")
-
     assert "a vocabulary of 257 tokens, the data another one of 257" in error
 
 
@@ -178,8 +171,9 @@ COPE = ("pe=cope", "pe.npos_max=20")
 
 
 def test_an_extension_begins_where_the_base_model_ended(straight, extend):
+    """Where AdamW's averages hardly change in a step, they are those of the first run, and it counts its steps."""
     base = straight(*COPE)
-    child, _ = extend(base)
+    child, _ = extend(base, "init_optimizer=true", "optim.beta1=0.999999999", "optim.beta2=0.999999999")
 
     assert read_config(child)["pe"]["npos_max"] == 20  # inherited with the encoding
     assert_same_weights(child, base)
@@ -188,11 +182,6 @@ def test_an_extension_begins_where_the_base_model_ended(straight, extend):
 
     assert rows_of(child)[-1]["val/loss"] == pytest.approx(loss, rel=1e-6)
 
-
-def test_the_optimizer_goes_on(straight, extend):
-    """Where AdamW's averages hardly change in a step, they are those of the first run, and it counts its steps."""
-    base = straight(*COPE)
-    child, _ = extend(base, "init_optimizer=true", "optim.beta1=0.999999999", "optim.beta2=0.999999999")
     before = torch.load(base / "checkpoints" / "step=6.ckpt")["optimizer"]
     after = torch.load(child / "checkpoints" / "step=1.ckpt")["optimizer"]
     for name, value in before.items():
@@ -238,9 +227,7 @@ def test_a_model_of_transformers_is_read_as_it_is(train, script, monkeypatch, tm
     monkeypatch.setattr("data.text.stdlib_files", lambda: corpus)
     theirs, folder = small_llama(tmp_path / "llama", vocab_size=300)
     settings = ["eval.sequences=2", "eval.lengths=[1,2]", "eval.variants=[ntk]", "device=cpu", f"cache_dir={tmp_path}"]
-    outcome = script(evaluate, f"run={folder}", "measures=[lengths]", *settings)
-    assert outcome.code == 0, outcome.err
-
+    script(evaluate, f"run={folder}", "measures=[lengths]", *settings)
     evaluations = load_all(tmp_path / "runs" / "llama-rope-16")
 
     assert {(e.variant.label, e.step) for e in evaluations} == {("rope", 0), ("ntk at scale 2", 0)}
@@ -259,9 +246,8 @@ def test_beginning_with_a_model_of_transformers(extend, tmp_path):
     As Code Llama 34B it lacks the last special tokens: no text has them, so that no embedding of them is needed.
     """
     theirs, folder = small_llama(tmp_path / "llama", vocab_size=258)
-    child, said = extend(folder, "pe=yarn", "pe.scale=2", "train_len=32")
+    child, _ = extend(folder, "pe=yarn", "pe.scale=2", "train_len=32")
 
-    assert "experiment=extend" in said
     assert train_values(f"init_from={folder}")["optim"]["lr"] == 3e-4  # not the one of a training from scratch
 
     pe = read_config(child)["pe"]

@@ -1,5 +1,6 @@
 """A run from its command line to its files: complete, continued, refused, repeated."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from conftest import REPORT, rows_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ropewalk.app.run_dir import read_config, read_environment
+from ropewalk.app.run_dir import read_config
 from ropewalk.evaluation.results import load_all
 from ropewalk.files import read_json
 from ropewalk.report import page
@@ -20,18 +21,11 @@ def modified(run: Path) -> dict[Path, int]:
 
 def test_the_files_of_a_run(train, monkeypatch):
     monkeypatch.setattr(page, "html", REPORT)
-    outcome = train("pe=yarn")
-    assert outcome.code == 0, outcome.err
-
+    train("pe=yarn")
     run = train.runs / "yarn-text"
     config = read_config(run)
 
-    assert config["trainer"]["max_steps"] == 6
     assert config["pe"]["original_len"] == 16  # resolved
-
-    (start,) = read_environment(run).starts
-
-    assert start["torch"] == torch.__version__
 
     rows = rows_of(run)
 
@@ -47,37 +41,32 @@ def test_the_files_of_a_run(train, monkeypatch):
 
     training = read_json(run / "training.json")
 
-    assert training["tokens"] == 6 * 64
     assert training["validation"]["loss"] == rows[-1]["val/loss"]
     assert training["tokens_per_s"] > 0
     assert training["peak_memory_mb"] > 0
 
-    assert f"to look at: {run}/report.html" in outcome.out
     assert (run / "report.html").stat().st_size > 10_000
 
 
-def test_a_complete_run_trains_nothing(train):
-    train("pe=rope")
-    run = train.runs / "rope-text"
+def test_a_complete_run_trains_nothing(trained):
+    run = trained("pe=rope")
     before = modified(run)
     (run / "report.html").unlink()
-    again = train("pe=rope", "logger=tensorboard")  # who watches may differ
-    assert again.code == 0
+    trained("pe=rope", "logger=tensorboard")  # who watches may differ
 
-    assert "is complete" in again.out
-    assert "bits per byte" in again.out
     assert modified(run) == before
     assert (run / "report.html").exists()  # made anew
 
 
-def test_of_a_complete_run_what_is_new_is_measured(train):
-    train("pe=rope")
-    run = train.runs / "rope-text"
+def test_of_a_complete_run_what_is_new_is_measured(trained):
+    run = trained("pe=rope")
+    for new in ("eval.lengths=[1,3]", "eval.by_position=true", "eval.far_copies=true"):
+        trained("pe=rope", new)
 
-    assert "(3x)" in train("pe=rope", "eval.lengths=[1,3]").out
+    assert {e.kind for e in load_all(run)} == {"lengths", "by_position", "far_copies"}
 
-    train("pe=rope", "trainer.max_steps=8")
-    train("pe=rope", "trainer.max_steps=8", "eval.lengths=[1,3]")  # measured of fewer steps alone
+    trained("pe=rope", "trainer.max_steps=8")
+    trained("pe=rope", "trainer.max_steps=8", "eval.lengths=[1,3]")  # measured of fewer steps alone
 
     assert {e.step for e in load_all(run) if e.eval.get("lengths") == [16, 48]} == {6, 8}
 
@@ -94,27 +83,9 @@ def test_validation_computes_as_training_does(train, monkeypatch, precision, dty
         return out
 
     monkeypatch.setattr(torch.nn.Linear, "forward", look)
-    assert train("pe=rope", f"trainer.precision={precision}").code == 0
+    train("pe=rope", f"trainer.precision={precision}")
 
     assert used == {(True, dtype), (False, dtype)}
-
-
-@pytest.fixture
-def compile_with(monkeypatch):
-    """`compile_with(backend)` lets the networks be compiled by it, without code generation."""
-    compile = torch.compile
-
-    def use(backend):
-        monkeypatch.setattr(
-            torch,
-            "compile",
-            lambda *args, **options: compile(*args, **options | {"backend": backend}),
-        )
-
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=8):
-        yield use
-    torch._dynamo.reset()
 
 
 STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 2, train_len: 8, pe: {window: 4}}]"
@@ -128,11 +99,13 @@ STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 2, train_len: 8, pe: {window
     ],
     ids=["stages", "two kinds of layers"],
 )
-def test_layers_of_a_kind_are_compiled_once(train, compile_with, graphs, options):
+def test_layers_of_a_kind_are_compiled_once(train, monkeypatch, graphs, options):
     """In each stage, and the loss for each length; what is evaluated needs no graph."""
     counter = CompileCounterWithBackend("aot_eager")
-    compile_with(counter)
-    assert train("trainer.compile=true", *options).code == 0
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        train("trainer.compile=true", *options)
 
     assert counter.frame_count == graphs
 

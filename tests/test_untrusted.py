@@ -1,13 +1,11 @@
 """Files that come from elsewhere, damaged or hostile: one clear error before anything is written, and nothing runs."""
 
-import json
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from conftest import snapshot
+from conftest import edit, snapshot
 
 from scripts import evaluate, sample
 
@@ -24,29 +22,12 @@ class Bomb:
         return Path.touch, (self.mark,)
 
 
-def edit_model(run: Path, section: str | None = None, **changes) -> None:
-    """Change what model.json says, as whoever makes such a file can: without its checksum."""
-    path = run / "model.json"
-    values = json.loads(path.read_text())
-    values.pop("checksum", None)
-    part = values[section] if section else values
-    part.update(changes)
-    path.write_text(json.dumps(values))
-
-
-def edit_config(run: Path, section: str, **changes) -> None:
-    path = run / "config.yaml"
-    values = yaml.safe_load(path.read_text())
-    values[section].update(changes)
-    path.write_text(yaml.safe_dump(values))
-
-
 # test_fuzz.py damages every file; here the reason must be said.
 DAMAGES = {
     "model.json is missing: has the run finished training?": lambda run: (run / "model.json").unlink(),
     "is not what it was trained on (tokenizer)": lambda run: (run / "data.json").write_text("{}"),
-    "has format 9, this version reads 2": lambda run: edit_model(run, format=9),
-    "pe.bass: there is no such key": lambda run: edit_model(run, "pe", bass=3),
+    "has format 9, this version reads 2": lambda run: edit(run / "model.json", format=9),
+    "pe.bass: there is no such key": lambda run: edit(run / "model.json", "pe", bass=3),
 }
 
 
@@ -59,11 +40,7 @@ def stranger(trained):
 @pytest.mark.parametrize("message", DAMAGES)
 def test_a_damaged_run_is_named_with_the_reason(stranger, script, message):
     DAMAGES[message](stranger)
-    outcome = script(sample, f"run={stranger}", "prompt=a")
-    assert outcome.code == 2
-
-    assert message in outcome.err
-    assert str(stranger) in outcome.err
+    assert message in script(sample, f"run={stranger}", "prompt=a", code=2).err
 
 
 @pytest.fixture
@@ -81,32 +58,30 @@ def mark(tmp_path):
 )
 def test_a_hostile_configuration_runs_nothing(stranger, script, section, target):
     """Nor does one in model.json, which has no data."""
-    edit_config(stranger, section, _target_=target)
+    edit(stranger / "config.yaml", section, _target_=target)
 
-    assert target in script(evaluate, f"run={stranger}").err
+    assert target in script(evaluate, f"run={stranger}", code=2).err
 
     if section == "pe":
-        edit_model(stranger, section, _target_=target)
-        assert target in script(sample, f"run={stranger}").err
+        edit(stranger / "model.json", section, _target_=target)
+        assert target in script(sample, f"run={stranger}", code=2).err
 
 
 def test_a_tag_of_yaml_runs_nothing(stranger, script, mark):
     with (stranger / "config.yaml").open("a") as file:
         file.write(f"\nseed: !!python/object/apply:pathlib.Path.touch [{mark}]\n")
-    assert "config.yaml cannot be read" in script(evaluate, f"run={stranger}").err
+    assert "config.yaml cannot be read" in script(evaluate, f"run={stranger}", code=2).err
 
 
 def test_a_hostile_file_of_weights_runs_nothing(stranger, train, mark):
     (stranger / "model.safetensors").write_bytes(pickle.dumps(Bomb(mark)))
-    assert "model.safetensors cannot be read" in train(f"init_from={stranger}", "name=child").err
+    assert "model.safetensors cannot be read" in train(f"init_from={stranger}", "name=child", code=2).err
 
 
 def test_a_hostile_checkpoint_runs_nothing(stranger, train, mark):
     (stranger / "training.json").unlink()
     torch.save({"global_step": 9, "state_dict": Bomb(mark)}, stranger / "checkpoints" / "step=9.ckpt")
     outcome = train("pe=rope", "name=base", *QUICK)
-    assert outcome.code == 0, outcome.err
-
     assert "step=9.ckpt is damaged" in outcome.err
     assert "after step 1" in outcome.out
 
@@ -118,17 +93,12 @@ def test_a_strangers_run_reads_no_variable_of_the_environment(stranger, train, s
     """What it holds would be in folders, pages and uploads that are published."""
     monkeypatch.setenv("SECRET", SECRET)
     text = "${oc.env:SECRET}"
-    edit_model(stranger, "pe", name=text)
-    edit_config(stranger, "pe", name=text)
-    edit_config(stranger, "eval", variants=[{"pe": "yarn", "name": f"yarn {text}"}])
+    edit(stranger / "model.json", "pe", name=text)
+    edit(stranger / "config.yaml", "pe", name=text)
+    edit(stranger / "config.yaml", "eval", variants=[{"pe": "yarn", "name": f"yarn {text}"}])
 
-    assert script(evaluate, f"run={stranger}").code == 0
-    assert train(f"init_from={stranger}", *QUICK).code == 0
-
-    child = train.runs / f"base-{text}-16"
-
-    assert yaml.safe_load((child / "config.yaml").read_text())["pe"]["name"] == text
-
+    script(evaluate, f"run={stranger}")
+    train(f"init_from={stranger}", *QUICK)
     for path, content in snapshot(train.runs).items():
         assert SECRET not in str(path)
         assert SECRET.encode() not in content, path

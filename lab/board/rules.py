@@ -25,7 +25,7 @@ RATES = (0.75e-3, 1.5e-3, 3e-3, 6e-3, 12e-3)  # the learning rates that an entry
 IN_WORDS = ", ".join(f"{rate:g}" for rate in RATES)
 PARAMETERS, COST, ABOVE = 1.02, 2.0, 0.02  # at most: both as multiples of RoPE's; bits at 1x above RoPE
 LEVEL = 0.01
-FEW, MANY = 5, 20  # seeds of an entry; of one that may be a record
+FEW, MANY = 5, 20  # seeds of an entry; of the first one, and of one that may be a record
 PROMISING = 0.2  # p-value of the first seeds below which the others are trained
 
 Bits = list[list[float]]  # for each kind of chain a number for each seed

@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from ropewalk.app.run_dir import RunDir
 from ropewalk.evaluation.loop import is_measured
 from ropewalk.training.distributed import die_with_parent
 from ropewalk.training.hardware import reset_peak_memory
-from ropewalk.training.stop import INTERRUPTED
+from ropewalk.training.stop import INTERRUPTED, STOPPED
 
 DONE = "done"
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -42,8 +42,14 @@ def processes(cfg: Config) -> int:
     return max(1, min(cores, memory // EACH))
 
 
+def to_do(runs: Sequence[Config]) -> list[Config]:
+    """Those of the runs, each once, that are not complete, or not measured as they ask for."""
+    distinct = {str(cfg.name): cfg for cfg in runs}
+    return [cfg for cfg in distinct.values() if not (RunDir(cfg).complete and is_measured(RunDir(cfg).path, cfg))]
+
+
 def train_all(runs: Sequence[Config]) -> list[str]:
-    """Train, resume or measure the runs that are not complete, and print a line when one ends.
+    """Train, resume or measure the runs that are `to_do`, and print a line when one ends.
 
     What a run itself prints goes to RUNS_DIR/.sweep/NAME.txt. One that fails is named with the reason, and the others
     go on.
@@ -54,36 +60,39 @@ def train_all(runs: Sequence[Config]) -> list[str]:
     Raises:
         SystemExit: stopped by a signal or a run's time limit, with checkpoints; the same call resumes.
     """
-    distinct = {str(cfg.name): cfg for cfg in runs}
-    waiting = [cfg for cfg in distinct.values() if not (RunDir(cfg).complete and is_measured(RunDir(cfg).path, cfg))]
+    waiting = to_do(runs)
     at_once = min(processes(runs[0]), len(waiting) or 1)
     said = f"; what they print is in {Path(runs[0].runs_dir, '.sweep')}" if waiting else ""
+    distinct = {cfg.name for cfg in runs}
     print(f"{len(waiting)} of {len(distinct)} runs to train or measure, {at_once} at once{said}", flush=True)
     failed = []
     started = time.monotonic()
     spawn = multiprocessing.get_context("spawn")  # a forked process would inherit the threads of PyTorch
-    threads = 1 if at_once > 1 else torch.get_num_threads()
-    pool = ProcessPoolExecutor(at_once, spawn, _begin, (os.getpid(), threads))
+    of_each = 1 if at_once > 1 else torch.get_num_threads()
+    pool = ProcessPoolExecutor(at_once, spawn, _begin, (os.getpid(), of_each))
+    # Each thread has one run at a time. The pool alone would keep some ready, which would train after a stop.
+    threads = ThreadPoolExecutor(at_once)
     handler = signal.signal(signal.SIGTERM, _stop_all)
     try:
-        names = {pool.submit(_train, cfg): str(cfg.name) for cfg in waiting}
+        names = {threads.submit(_outcome, pool, cfg): str(cfg.name) for cfg in waiting}
         for done, run in enumerate(as_completed(names), 1):
-            outcome = _outcome(run)
+            outcome = run.result()
             if outcome != DONE:
                 failed.append(names[run])
             left = len(waiting) - done
             minutes = left * (time.monotonic() - started) / done / 60
             print(f"{names[run]}: {outcome}; {left} left, about {minutes:.0f} min", flush=True)
     finally:
-        pool.shutdown(cancel_futures=True)
+        threads.shutdown(cancel_futures=True)
+        pool.shutdown()
         signal.signal(signal.SIGTERM, handler)
     return failed
 
 
-def _outcome(run: Future[None]) -> str:
-    """DONE, or why a run failed. Raises SystemExit: it was stopped."""
+def _outcome(pool: ProcessPoolExecutor, cfg: Config) -> str:
+    """Train a run in a process of the pool: DONE, or why it failed. Raises SystemExit: it was stopped."""
     try:
-        run.result()
+        pool.submit(_train, cfg).result()
     except Exception as error:
         if not isinstance(error, ERRORS):  # a defect, not a mistake of the user
             traceback.print_exception(error)
@@ -95,12 +104,14 @@ def _stop_all(*_: object) -> None:
     """Let each run stop after a step, with a checkpoint, as Ctrl-C does, which reaches them by itself."""
     for child in multiprocessing.active_children():
         child.terminate()
+    raise SystemExit(STOPPED)
 
 
 def _begin(parent: int, threads: int) -> None:
     """Make a process ready that `parent` has started."""
     die_with_parent(parent)
     torch.set_num_threads(threads)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # between two runs; the parent gives no other one
 
 
 def _train(cfg: Config) -> None:
@@ -114,7 +125,15 @@ def _train(cfg: Config) -> None:
         contextlib.redirect_stdout(file),
         contextlib.redirect_stderr(file),
     ):
+        # While it trains, either signal stops it after a step; these are for the time before and after.
+        signal.signal(signal.SIGTERM, _stop)
         try:
             train(cfg)
-        except KeyboardInterrupt:  # while it evaluates; while it trains, it stops after a step by itself
+        except KeyboardInterrupt:
             raise SystemExit(INTERRUPTED) from None
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _stop(*_: object) -> None:
+    raise SystemExit(STOPPED)

@@ -58,7 +58,7 @@ def sweep(name: str, task: Task, overrides: Sequence[str]) -> None:
         print(f"[{number}/{len(jobs.runs)}] {run.path.name}{': complete' if run.complete else ''}")
     configs = [run.cfg for run in jobs.runs]
     is_left_to_hydra = "hydra/launcher=" in " ".join(overrides)
-    if len(jobs.unfinished()) > 1 and not is_left_to_hydra and side_by_side.processes(configs[0]) > 1:
+    if not is_left_to_hydra and len(side_by_side.to_do(configs)) > 1 and side_by_side.processes(configs[0]) > 1:
         jobs.failed = side_by_side.train_all(configs)
     else:
         jobs.run(overrides)

@@ -29,10 +29,8 @@ def test_a_permutation_looks_random_and_follows_its_keys():
     images = feistel_permutation(np.arange(n), n, keys)
     others = feistel_permutation(np.arange(n), n, keys + np.uint64(1))
 
-    correlation = np.corrcoef(np.arange(n), images)[0, 1]
     counts, *_ = np.histogram2d(np.arange(n), images, bins=10)
 
-    assert abs(correlation) < 0.03  # 3 standard deviations of independent ranks
     assert chisquare(counts.flatten()).pvalue > 1e-3
     assert (images == others).sum() < 10
 

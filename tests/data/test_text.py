@@ -206,12 +206,6 @@ def test_a_bad_option_is_an_error_before_anything_is_written(rows, kind, options
     assert not (rows / "cache").exists()
 
 
-@pytest.mark.parametrize("target", ["os.system", "data.nothing.X", "data.text.np.save", "data.text.TextData"])
-def test_nothing_but_data_classes_is_built(target):
-    with pytest.raises(ValueError, match=r"is not a Data class .*ROPEWALK_PLUGINS"):
-        data.resolve(target)
-
-
 @pytest.mark.parametrize(
     "path",
     sorted((ROOT / "conf" / "data").glob("*.yaml")),

@@ -13,7 +13,7 @@ from corpora import documents_of, prepared, write_corpus, write_vocabulary
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data.hf_tokenizer import HFTokenizer
+from data.hf_tokenizer import HFTokenizer, pre_tokenizer
 from data.tokenizer import FILE_PATTERN, Tokenizer
 from ropewalk.evaluation.measures.cut import inputs_of
 from ropewalk.hf.tokenizers import write
@@ -74,7 +74,6 @@ def test_what_is_no_vocabulary_is_refused_at_once(tmp_path, line):
 WORDS = ["rope", " walk", "ing", "  ", "\n", "\t", "é", "e\u0301", "漢字", "👩‍👩‍👧", "'ll", "1234"]
 SPECIAL_WORDS = ["\x00", "<tool>", "<|end|>", "</s>"]
 BEGIN_AND_END = {
-    "gpt2": ("<|begin|>", "<|end|>"),
     "llama3": ("<|begin|>", "<|end|>"),
     "qwen": ("<|begin|>", "<|end|>"),
     "llama2": ("<s>", "</s>"),
@@ -83,12 +82,9 @@ BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]  # of Llama 2, for what
 
 
 def byte_level_bpe(kind):
-    """The steps of GPT-2, Llama 3 and Qwen, and the trainer of their vocabulary."""
-    split = lib.pre_tokenizers.Split(lib.Regex(FILE_PATTERN), "isolated")
-    as_bytes = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "gpt2")
+    """The steps of Llama 3 and Qwen, and the trainer of their vocabulary."""
     tokenizer = lib.Tokenizer(lib.models.BPE())
-    steps = [as_bytes] if kind == "gpt2" else [split, as_bytes]
-    tokenizer.pre_tokenizer = lib.pre_tokenizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizer(FILE_PATTERN)
     tokenizer.decoder = lib.decoders.ByteLevel()
     if kind == "qwen":
         tokenizer.normalizer = lib.normalizers.NFC()
@@ -216,7 +212,7 @@ CHANGES = [
 
 @pytest.mark.parametrize(("file", "changes", "message"), CHANGES)
 def test_a_published_tokenizer_that_cannot_be_used_is_named_with_the_reason(tmp_path, file, changes, message):
-    published("gpt2", tmp_path)
+    published("llama3", tmp_path)
     values = json.loads((tmp_path / file).read_text())
     (tmp_path / file).write_text(json.dumps(values | changes))
 
@@ -233,10 +229,7 @@ def test_a_vocabulary_is_trained_on_the_training_split_alone_and_is_the_same_aga
         path.write_text(text + word * 99, newline="")
 
     # Twice from the text, and once from what the first has made.
-    encoders = []
-    for cache in ("a", "b", "a"):
-        source = prepared(corpus, tmp_path / cache, tokenizer="train:300")
-        encoders.append(source.encoder)
+    encoders = [prepared(corpus, tmp_path / cache, tokenizer="train:300").encoder for cache in ("a", "b", "a")]
     first, *others = encoders
 
     assert {other.hash for other in others} == {first.hash}
@@ -258,8 +251,8 @@ NO_MARKS = {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "Strip
 @pytest.mark.parametrize(
     ("kind", "changes", "same"),
     [
-        ("gpt2", {"normalizer": {"type": "Lowercase"}}, True),
-        ("gpt2", {"normalizer": NO_MARKS}, False),
+        ("llama3", {"normalizer": {"type": "Lowercase"}}, True),
+        ("llama3", {"normalizer": NO_MARKS}, False),
         ("llama2", {}, False),
     ],
     ids=["lower case", "without marks", "a blank before texts"],
@@ -297,10 +290,9 @@ def test_windows_and_prompts_begin_as_the_tokenizer_begins_texts(tmp_path):
     assert source.identity() == plain.identity() | {"bos": start}
 
     part = source.validation(16, 64)
-    other = plain.validation(16, 64)
 
     assert part.text_start == start
-    assert part.texts_hash != other.texts_hash
+    assert part.texts_hash != plain.validation(16, 64).texts_hash
 
     for read in (
         lambda data: data.train_batch(range(4), 16, 0),

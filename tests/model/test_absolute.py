@@ -77,9 +77,3 @@ def test_a_text_beyond_the_table_is_an_error_that_names_the_remedy(scale, length
         net(text, encodings=encodings)
     with pytest.raises(ValueError, match=message):
         net(text[:, -1:], encodings=encodings, cache=cache)
-
-
-def test_training_beyond_the_table_is_an_error_at_once():
-    with pytest.raises(ValueError, match=r"pe\.scale=5"):
-        build_pe("learned", train_len=65, original_len=16, scale=4.0)
-    build_pe("learned", train_len=64, original_len=16, scale=4.0)

@@ -7,7 +7,6 @@ import torch
 from conftest import assert_same, at_last_scale, build_pe, context, normal, variables
 
 from model.attention import BLOCK, Context, attention, fused
-from model.cache import Cache
 
 D = 16
 SCALE = 0.3
@@ -76,17 +75,6 @@ def test_outputs_and_gradients_are_those_of_the_definition(queries, keys, window
             expected,
             [q, k, v, sinks],
         )
-
-
-def test_a_cache_keeps_the_tokens_of_a_window():
-    cache = Cache()
-    for i in range(200):
-        new = {"k": torch.tensor([[i]])}
-        kept = cache.append("layer", new, visible=15)["k"]
-
-        first = max(0, i - 15)
-
-        assert kept.flatten().tolist() == [*range(first, i + 1)]
 
 
 @torch.no_grad()

@@ -3,10 +3,8 @@
 The gradients matter: if those of gathered keys were not summed over the ranks, no loss would tell.
 """
 
-import itertools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -103,19 +101,3 @@ def test_ranks_that_share_a_text_have_the_loss_and_gradients_of_one(tmp_path, wo
         errors = json.loads((tmp_path / str(rank)).read_text())
         assert errors.keys() == CASES.keys()
         assert {case: error for case, error in errors.items() if error > 1e-10} == {}
-
-
-def group(rank: int, size: int) -> SimpleNamespace:
-    """Of a process group what a reading asks it for."""
-    return SimpleNamespace(group_name="ranks", rank=lambda: rank, size=lambda: size)
-
-
-def test_every_token_is_in_one_piece_and_every_rank_has_as_much_work():
-    x = torch.arange(90)[None]  # 6 pieces of 15
-    readings = [Shared(group(rank, 3), recompute=False) for rank in range(3)]
-    parts = [reading.own(x).flatten().tolist() for reading in readings]
-    of_shorter = readings[0].own(x[:, :85], IGNORE_INDEX).flatten().tolist()
-
-    assert sorted(itertools.chain(*parts)) == list(range(90))
-    assert len({sum(part) for part in parts}) == 1  # token t sees t + 1 keys
-    assert of_shorter == parts[0][:-5] + [IGNORE_INDEX] * 5

@@ -1,10 +1,11 @@
 """CoPE against its definition, in float64."""
 
+import copy
 import math
 
 import pytest
 import torch
-from conftest import attend, build_pe, normal, variables
+from conftest import build_pe, layer_gradients, normal, variables
 from definitions import PAST, D, T, assert_is_defined_by, dot, frequencies, inputs, turned
 
 from model.position.cope import cope_attention
@@ -99,28 +100,20 @@ def test_gates_that_cannot_matter_are_left_out_without_a_difference(logit, gates
 def test_in_16_bit_positions_and_gradients_are_those_of_fp32(name, options, precision):
     """Of the same inputs, to the bit: another rounding of a position may be another slope of the table."""
     dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
-    is_mixed = precision != "bf16-true"
-    pe = build_pe(name, npos_max=5, **options).to(dtype)  # the weights are rounded alike
+    exact = build_pe(name, npos_max=5, **options).to(dtype).float()  # the weights are rounded alike
+    pe = copy.deepcopy(exact)
+    autocast = dtype
+    if precision == "bf16-true":
+        pe.to(dtype)
+        autocast = None
     heads = (2, 4, 7, D)
-    *inputs, weights = normal(heads, heads, heads, (2, 7, 64), heads, dtype=dtype)
+    inputs = normal(heads, heads, heads, (2, 7, 64), heads, dtype=dtype)
 
-    def outputs(inputs, autocast):
-        q, k, v, x = (tensor.requires_grad_() for tensor in inputs)
-        with torch.autocast("cpu", dtype, enabled=autocast):
-            out = attend(pe, q, k, v, x)
-        loss = (out * weights.to(q.dtype)).sum()
-        differentiable = [q, k, v, *pe.parameters()]
-        return [out, *torch.autograd.grad(loss, differentiable)]
+    expected = layer_gradients(exact, *[tensor.float() for tensor in inputs])
+    found = layer_gradients(pe, *inputs, autocast=autocast)
 
-    if is_mixed:
-        pe.float()
-    found = outputs(inputs, autocast=is_mixed)
-    pe.float()
-    in_fp32 = [tensor.detach().float() for tensor in inputs]
-    expected = outputs(in_fp32, autocast=False)
-
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b.to(a.dtype))
+    for key, gradient in expected.items():
+        assert torch.equal(found[key], gradient.to(found[key].dtype)), key
 
 
 def test_a_gate_gets_a_gradient_at_a_whole_position():

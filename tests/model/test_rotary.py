@@ -210,6 +210,7 @@ def test_p_rope_at_auto_keeps_the_frequencies_that_make_a_full_turn_in_training(
         longer = build_pe("p_rope", train_len=10 * length, proportion="auto", original_len=length)
         makes_a_full_turn = theta * length >= 2 * math.pi
 
+        assert pe.options["original_len"] == length  # weights that go on at another length keep it
         assert_close(
             pe.frequencies(length),
             theta * makes_a_full_turn,
@@ -337,16 +338,8 @@ def test_at_base_auto_the_slowest_pair_turns_once_in_the_trained_length(head_dim
     slowest = float(pe.frequencies(length)[-1])
 
     assert slowest * length == pytest.approx(2 * math.pi)
+    assert pe.options["base"] == pe.base  # weights that go on at another length keep it
     assert base is None or pe.base == pytest.approx(base, rel=1e-2)
-
-
-def test_what_is_chosen_by_length_is_recorded():
-    """So that weights that go on at another length keep their base, their pairs and the share of their window."""
-    rope = build_pe("rope", train_len=128, base="auto", window=0.25)
-    p_rope = build_pe("p_rope", train_len=64, proportion="auto")
-
-    assert (rope.options["base"], rope.options["window"]) == (rope.base, 0.25)
-    assert p_rope.options["original_len"] == 64
 
 
 @pytest.mark.parametrize(
@@ -358,4 +351,6 @@ def test_what_is_chosen_by_length_is_recorded():
     ],
 )
 def test_a_window_below_one_is_a_share_of_the_trained_length(train_len, window, tokens):
-    assert build_pe("rope", train_len=train_len, window=window).window == tokens
+    pe = build_pe("rope", train_len=train_len, window=window)
+
+    assert (pe.window, pe.options["window"]) == (tokens, window)

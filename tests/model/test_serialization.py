@@ -34,22 +34,13 @@ def folder(tmp_path):
     return tmp_path
 
 
-def changed(folder, **values):
-    path = folder / serialization.DESCRIPTION
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def test_a_number_that_was_changed_is_refused(folder):
-    changed(folder, original_len=49)
-    with pytest.raises(ValueError, match="checksum"):
-        serialization.load(folder)
-
-
 @pytest.mark.parametrize("key", ["vocab_size", "train_len", "original_len"])
 @pytest.mark.parametrize("value", [0, -1, 2**31, 10**30, 1e300])
 def test_numbers_out_of_range_are_refused(folder, key, value):
-    values = {key: value}
-    changed(folder, checksum=None, **values)
+    path = folder / serialization.DESCRIPTION
+    described = json.loads(path.read_text())
+    path.write_text(json.dumps(described | {"checksum": None, key: value}))
+
     with pytest.raises(ValueError, match=key):
         serialization.describe(folder)
 

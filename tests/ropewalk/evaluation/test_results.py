@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from synthetic import PROVENANCE
 
-from ropewalk.evaluation.results import Evaluation, Measured, Part, Variant, main_rows, objective
+from ropewalk.evaluation.results import Evaluation, Measured, Variant, objective
 from ropewalk.evaluation.statistics import estimate
 
 BITS = math.log(2)
@@ -170,18 +170,7 @@ def test_ruler_has_answers_found_and_gains():
 def test_texts_of_one_document_are_one():
     """They are no independent draws: their sums are added."""
     sample = row_of(text(256, 2.0, documents=["a", 7, "b", 7] * 5)).sample
-    by_text = row_of(text(256, 2.0)).sample.values.reshape(5, 4)
-    a, first_7, b, second_7 = by_text.sum(0)
-    np.testing.assert_allclose(sample.values, [[a, first_7 + second_7, b]])
     assert sample.units.tolist() == [50, 100, 50]
-
-
-def test_the_main_number_is_found_by_settings_part_and_length():
-    tested = [evaluation(), evaluation(eval={"lengths": [], "texts": "others"}), evaluation(kind="by_position")]
-    rows = main_rows(tested, "lengths", {"texts": "t"})
-    assert list(rows) == [(Part(), length) for length in LENGTHS]
-    assert estimate(rows[Part(), 1024].sample).value == pytest.approx(2.5, abs=0.05)
-    assert main_rows(tested, "lengths", {"texts": "t", "sequences": 3}) == {}
 
 
 def test_objective_is_the_longest_length_of_the_final_weights():

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from hf_models import SIZES, TOKENS, assert_both_ways, edit, hf_model
+from conftest import edit
+from hf_models import SIZES, TOKENS, assert_both_ways, hf_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ropewalk.hf import read_model
@@ -46,7 +47,7 @@ def to_old_style(folder) -> None:
     theta = rope.pop("rope_theta")
     rope["type"] = rope.pop("rope_type")
     scaling = None if rope["type"] == "default" else rope
-    edit(folder, rope_parameters=..., rope_theta=theta, rope_scaling=scaling)
+    edit(folder / "config.json", rope_parameters=..., rope_theta=theta, rope_scaling=scaling)
 
 
 def test_transformers_has_no_other_rope_type():
@@ -87,7 +88,6 @@ def test_every_rope_type_is_read_and_written(kind, variant, style, tmp_path):
 )
 def test_settings_without_a_counterpart_are_refused_by_name(kind, changes, message, tmp_path):
     hf_rope(kind).config.save_pretrained(tmp_path)
-    rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"] | changes
-    edit(tmp_path, rope_parameters={key: value for key, value in rope.items() if value is not ...})
+    edit(tmp_path / "config.json", "rope_parameters", **changes)
     with pytest.raises(ValueError, match=message):
         read_model(tmp_path)
