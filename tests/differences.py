@@ -12,8 +12,17 @@ from ropewalk.app.run_dir import read_metrics
 from ropewalk.training.checkpoints import path_of, steps_in
 
 # May differ: what a clock measured, the name, what tells one start of the program from another, and checksums of these.
-CLOCK = {"tokens_per_s", "seconds", "logged_seconds", "peak_memory", "peak_memory_mb", "checksum"}
-CLOCK |= {"run", "run_id", "provenance"}
+CLOCK = {
+    "tokens_per_s",
+    "seconds",
+    "logged_seconds",
+    "peak_memory",
+    "peak_memory_mb",
+    "checksum",
+    "run",
+    "run_id",
+    "provenance",
+}
 
 
 def leaves(value: Any, at: str) -> Iterator[tuple[str, Any]]:

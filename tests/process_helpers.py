@@ -3,27 +3,33 @@
 A server imports the heavy libraries once and forks for each process, so that one costs a second instead of ten.
 """
 
-import functools
+import itertools
 import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable
-from importlib import import_module
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
+from unittest.mock import patch
 
 from hydra.core.plugins import Plugins
 
+from ropewalk.training.stop import STOPPED
+
+ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["train", "lightning.fabric", "ropewalk.training.sharding", "data.text", "tests.process_helpers"]
 )
 
 Plugins.instance()  # imports them, here and in the server
-STEP = "model.gpt:GPT.forward"  # called once for each micro-batch of training
+STEP = "model.gpt.GPT.forward"  # called once for each micro-batch of training
 
 
 def start(
@@ -49,6 +55,18 @@ def live(*arguments: Any, **options: Any) -> int:
     return process.exitcode
 
 
+def terminated(command: list[str], *files: Path, **options: Any) -> tuple[str, str]:
+    """Start a command, and stop it by a signal to its first process once these files exist: what it said."""
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, **output, **options)
+    while process.poll() is None and not all(file.exists() for file in files):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate()
+    assert process.returncode == STOPPED, err
+    return out, err
+
+
 def _run(
     arguments: list[str],
     prepare: Callable[[], None] | None,
@@ -56,6 +74,7 @@ def _run(
     environment: dict[str, str],
     program: str,
 ) -> None:
+    from ropewalk.app.cli import run
     from ropewalk.report import page
 
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -63,27 +82,15 @@ def _run(
     os.dup2(file, 2)
     os.setpgrp()  # a group of its own, as a job has it
     os.environ.update(environment)
-    sys.argv = [f"{Path(__file__).parents[1]}/{program}.py", *arguments]
+    sys.argv = [f"{ROOT}/{program}.py", *arguments]
     page.html = lambda *_: ""  # it takes as long as all else
     if prepare:
         prepare()
-    import_module(program).main()
-
-
-def owner_of(target: str) -> tuple[Any, str]:
-    """The object that holds `target`, "module:attribute" or "module:class.attribute", and the attribute's name.
-
-    Raises ModuleNotFoundError, AttributeError: there is no such thing.
-    """
-    module, _, path = target.partition(":")
-    *owners, name = path.split(".")
-    owner = functools.reduce(getattr, owners, import_module(module))
-    getattr(owner, name)
-    return owner, name
+    run(program)
 
 
 class On:
-    """Do `action` when `target`, as of `owner_of`, is called for the n-th time.
+    """Do `action` when `target`, "module.attribute" or "module.class.attribute", is called for the n-th time.
 
     Args:
         target: resolved here as well, so that a renamed one fails in the test and not in a process that is expected
@@ -93,25 +100,28 @@ class On:
     """
 
     def __init__(self, target: str, n: int, action: Callable[[], None]) -> None:
-        owner_of(target)
+        resolve_name(target)
         self.target = target
         self.n = n
         self.action = action
 
-    def __call__(self, put: Callable[..., None] = setattr) -> None:
-        """Replace the target by `put`, which may be a monkeypatch's."""
-        owner, name = owner_of(self.target)
-        original = getattr(owner, name)
-        calls = 0
+    def __call__(self) -> None:
+        """Replace the target: for good, or within the context that this object is."""
+        original = resolve_name(self.target)
+        calls = itertools.count(1)
 
         def counted(*arguments, **options):
-            nonlocal calls
-            calls += 1
-            if calls == self.n:
+            if next(calls) == self.n:
                 self.action()
             return original(*arguments, **options)
 
-        put(owner, name, counted)
+        self.patch = patch(self.target, counted)
+        self.patch.start()
+
+    __enter__ = __call__
+
+    def __exit__(self, *error: Any) -> None:
+        self.patch.stop()
 
 
 def power_cut() -> None:
@@ -124,20 +134,24 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# What torchrun says to each of WORLD processes.
-TORCHRUN = "RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world} LOCAL_WORLD_SIZE={world} TORCHELASTIC_RUN_ID=test"
-
-
 def start_ranks(arguments: list[str], output: Path, *actions: Callable[[], None] | None) -> list[ForkServerProcess]:
     """A run on as many ranks as there are actions. Rank i prints to the file `output` / str(i)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     output.mkdir(exist_ok=True)
+    world = str(len(actions))
     processes = []
     for rank, action in enumerate(actions):
-        told = f"{TORCHRUN} MASTER_ADDR=127.0.0.1 MASTER_PORT={port}".format(rank=rank, world=len(actions))
-        environment = dict(word.split("=") for word in told.split())
+        environment = {  # as torchrun sets it
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "TORCHELASTIC_RUN_ID": "test",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         processes.append(start(arguments, action, str(output / str(rank)), environment))
     return processes
 

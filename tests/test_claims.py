@@ -21,41 +21,36 @@ TOLERANCE = 0.02
 class Number(NamedTuple):
     """A value with its interval of 95 % as printed, which counts with its rounding against a claim."""
 
-    text: str
-    seeds: str
-
-    @property
-    def value(self):
-        return float(self.text.split()[0])
-
-    @property
-    def rounding(self):
-        """Half of the last digit."""
-        digits = self.text.split()[0].partition(".")[2]
-        return 0.5 * 10.0 ** -len(digits)
+    value: float
+    half: float
+    rounding: float  # half of the last digit
+    freedom: int
 
     @property
     def error(self):
-        half = float(self.text.split()[2])
-        return (half + self.rounding) / stats.t.ppf(0.975, FREEDOM[self.seeds])
+        return (self.half + self.rounding) / stats.t.ppf(0.975, self.freedom)
 
     def p_of_zero(self):
         least = max(abs(self.value) - self.rounding, 0)
-        return 2 * stats.t.sf(least / self.error, FREEDOM[self.seeds])
+        return 2 * stats.t.sf(least / self.error, self.freedom)
 
     def p_of_loss(self, of_gain):
         """One-sided, of a loss of TOLERANCE or more. A gain is a loss with its sign changed."""
         loss = -self.value if of_gain else self.value
         most = loss + self.rounding
-        return stats.t.sf((TOLERANCE - most) / self.error, FREEDOM[self.seeds])
+        return stats.t.sf((TOLERANCE - most) / self.error, self.freedom)
 
     def is_printed_as(self, other):
         """Whether another number, rounded as this one and without a sign, is the same."""
-        digit = 2 * self.rounding
-        _, _, half = self.text.split()
-        _, _, other_half = other.text.split()
-        is_same_value = abs(abs(other.value) - abs(self.value)) <= 0.51 * digit
-        return is_same_value and abs(float(other_half) - float(half)) <= 0.51 * digit
+        differences = abs(abs(other.value) - abs(self.value)), abs(other.half - self.half)
+        return max(differences) <= 1.02 * self.rounding
+
+
+def parsed(text, seeds):
+    """The number that is printed as "+0.12 ± 0.03"."""
+    value, _, half = text.split()
+    digits = value.partition(".")[2]
+    return Number(float(value), float(half), 0.5 * 10.0 ** -len(digits), FREEDOM[seeds])
 
 
 def section(text, heading):
@@ -81,7 +76,7 @@ def column_of(place, name, seeds):
     column = {}
     for row in rows(text[text.index("\n|  |") :]):
         if "±" in row[name]:
-            column[row[""]] = Number(row[name], row.get("seeds", seeds))
+            column[row[""]] = parsed(row[name], row.get("seeds", seeds))
     return column
 
 
@@ -93,7 +88,7 @@ def corrected(column):
 
 def computed(claim):
     """The p-value of a claim."""
-    number = Number(claim["number"], claim["seeds"])
+    number = parsed(claim["number"], claim["seeds"])
     is_printed = bool(claim["table"])
     if is_printed:
         column = column_of(claim["table"], claim["column"], claim["seeds"])
@@ -138,18 +133,18 @@ def test_a_claim_about_all_rows_names_those_that_meet_its_conditions_and_no_othe
 
 
 def test_every_number_of_the_conclusions_is_a_claim_with_a_test():
-    claimed = [Number(claim["number"], claim["seeds"]) for claim in CLAIMS]
+    claimed = [parsed(claim["number"], claim["seeds"]) for claim in CLAIMS]
     summary = README[: README.index("## What you get")]
     # A table that is made of results and the output of an example claim nothing.
     summary = re.sub(r"<!-- made by.*?<!-- end -->|```.*?```", "", summary, flags=re.DOTALL)
     for text in NUMBER.findall(section(RESULTS, "Conclusions") + summary):
-        number = Number(text, "1")
+        number = parsed(text, "1")
         assert any(number.is_printed_as(other) for other in claimed), f"{text} has no test"
 
 
 def test_every_number_of_the_answer_is_a_claim_or_cited():
     """The README's first table has no intervals: each number stands with one in claims.md, or on a page of the log."""
-    claimed = {abs(Number(claim["number"], "1").value) for claim in CLAIMS}
+    claimed = {abs(parsed(claim["number"], "1").value) for claim in CLAIMS}
     cited = " ".join(page.read_text() for page in (ROOT / "docs/log").glob("*.md"))
     for line in README.split("## Try it")[0].splitlines():
         if line.startswith("|"):

@@ -151,21 +151,24 @@ def undamaged(commands, train, tmp_path):
     return shutil.copytree(train.runs / "whole", tmp_path / "undamaged")
 
 
-@pytest.mark.parametrize("damage", ["lost", "changed"])
+NEEDED = [(command, name) for command in NEEDS for name in sorted(NEEDS[command])]
+DAMAGES = {  # without training.json a run is unfinished, and is trained
+    "lost": [(command, name) for command, name in NEEDED if name != "training.json"],
+    "changed": [(command, name) for command, name in NEEDED if name in FIGURES],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_a_command_needs_is_missed(commands, undamaged, train, damage):
     """And nothing is written, so that the run can still be mended."""
     run = train.runs / "whole"
-    needs = [(command, name) for command in NEEDS for name in sorted(NEEDS[command])]
-    for command, name in needs:
+    for command, name in DAMAGES[damage]:
         shutil.rmtree(run)
         shutil.copytree(undamaged, run)
-        file = run / name
-        if damage == "lost" and name != "training.json":  # without this the run is unfinished, and is trained
-            file.unlink()
-        elif damage == "changed" and name in FIGURES:
-            file.write_bytes(other_digit(file.read_bytes(), random.Random(0)))
-        else:
-            continue
+        content = (run / name).read_bytes()
+        (run / name).unlink()
+        if damage == "changed":
+            (run / name).write_bytes(other_digit(content, random.Random(0)))
         before = snapshot(run)
 
         outcome = commands[command](code=2)
@@ -223,8 +226,8 @@ SOURCES = [path.stem for path in sorted(ROOT.glob("conf/data/*.yaml")) if ".task
 # The words that may be chosen, and what stands at and beside the limits of numbers: minimum, exclusiveMaximum, ...
 SCHEMA = json.dumps(Config.model_json_schema())
 LIMITS = [*chain(*map(json.loads, re.findall(r'"enum": (\[.*?\])', SCHEMA)))]
-XX
-    LIMITS += [f"{limit - 1:g}", f"{limit:g}", f"{limit + 1:g}"]
+for limit in map(int, re.findall(r'imum": (-?\d+)', SCHEMA)):
+    LIMITS += [f"{limit - 1}", f"{limit}", f"{limit + 1}"]
 
 
 def affordable(fabric, cfg, hardware, data, net, training=program.Training):

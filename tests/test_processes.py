@@ -1,16 +1,14 @@
 """Two processes train what one does, fail together, and go on from each other's checkpoints."""
 
 import signal
-import subprocess
 import sys
-import time
 from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT, rows_of
+from conftest import rows_of
 from differences import differences, results
-from process_helpers import STEP, On, kill, together
+from process_helpers import STEP, On, kill, terminated, together
 from safetensors.torch import load_file
 
 from ropewalk.training.checkpoints import path_of, steps_in
@@ -21,31 +19,32 @@ COMMON = ("trainer.precision=32", "trainer.grad_accum_steps=2", "trainer.log_eve
 TEXT = ("pe=cope", *COMMON, "stages=[{steps: 3, train_len: 8, pe: {scaling: code}}]")
 TASK = ("pe=rope", "data=flip_flop", *COMMON)
 FSDP = ("trainer=fsdp", *TEXT)
-KINDS = {
+QUICK = {
     "text": TEXT,
     "task": TASK,
     "fsdp": FSDP,
     "shared texts": ("trainer.context_parallel=2", *TEXT),
 }
-QUICK = [*KINDS]
-KINDS["replicas"] = (*FSDP, "trainer.replicas=2")
+SLOW = {"replicas": (*FSDP, "trainer.replicas=2")}
 for pe in ("rope", "fox_rope", "path", "gemma3", "dca"):
-    KINDS[f"shared texts, {pe}"] = ("trainer=fsdp", "trainer.context_parallel=2", f"pe={pe}", *COMMON)
-BY_NIGHT = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in QUICK]
+    SLOW[f"shared texts, {pe}"] = ("trainer=fsdp", "trainer.context_parallel=2", f"pe={pe}", *COMMON)
+KINDS = QUICK | SLOW
+BY_NIGHT = [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW]
 OF_SEVERAL = ("trainer=fsdp", "trainer.replicas=2", "trainer.context_parallel=2")
 
 
 @pytest.fixture
 def job(train, tmp_path):
-    """`job([action or None for each process], *options)`: their exit codes, and what each said."""
+    """`job([action or None for each process], *options, codes=...)`: what each said, until it ended with its code."""
 
-    def run(actions, *options):
+    def run(actions, *options, codes=None):
         if not any(option.startswith("trainer=") for option in options):
             options = ("trainer=ddp", *options)
         folder = tmp_path / "said"
-        codes = together(train.complete(*options), folder, *actions)
+        ended = together(train.complete(*options), folder, *actions)
         said = [(folder / str(rank)).read_text() for rank in range(len(actions))]
-        return codes, said
+        assert ended == (codes or [0] * len(actions)), said
+        return said
 
     return run
 
@@ -57,8 +56,7 @@ def pair(job, finished, train, tmp_path_factory):
     def run(*options):
         key = ("pair", *options)
         if key not in finished:
-            codes, said = job([None, None], *options, "name=pair")
-            assert codes == [0, 0], said
+            said = job([None, None], *options, "name=pair")
             assert said[1] == ""  # one speaks
             folder = tmp_path_factory.mktemp("pair")
             finished[key] = (train.runs / "pair").rename(folder / "run")
@@ -82,7 +80,7 @@ def assert_same_numbers(one, other, tolerance=1e-6):
         assert numbers[key] == value, key
 
 
-@pytest.mark.parametrize("kind", QUICK + BY_NIGHT)
+@pytest.mark.parametrize("kind", [*QUICK, *BY_NIGHT])
 def test_two_processes_are_one(pair, straight, kind):
     """The same numbers; the weights are in one file, and in the checkpoint, under the names of the plain network."""
     options = KINDS[kind]
@@ -104,15 +102,7 @@ def test_two_processes_are_one(pair, straight, kind):
 @pytest.mark.slow
 def test_replicas_of_two_ranks_each(train, job, straight):
     options = (*TEXT, "trainer.grad_accum_steps=1")  # a sequence of the batch for each rank
-    codes, said = job(
-        [None] * 4,
-        "trainer=fsdp",
-        *options,
-        "trainer.replicas=2",
-        "name=replicas",
-    )
-
-    assert codes == [0] * 4, said
+    job([None] * 4, "trainer=fsdp", *options, "trainer.replicas=2", "name=replicas")
     assert_same_numbers(straight(*options), train.runs / "replicas")
 
 
@@ -125,9 +115,7 @@ def small_batches() -> None:
 
 def test_of_three_batches_of_an_evaluation_one_process_has_two(train, job, straight):
     options = ("pe=rope", "data=flip_flop", "trainer.max_steps=1", "eval.sequences=5")
-    codes, said = job([small_batches] * 2, *options, "name=two")
-
-    assert codes == [0, 0], said
+    job([small_batches] * 2, *options, "name=two")
     assert_same_numbers(straight(*options), train.runs / "two")
 
 
@@ -145,18 +133,13 @@ def test_each_scored_token_weighs_the_same(trained, straight, portions):
 def test_killed_and_resumed(train, pair, job, kind):
     """All processes in mid-accumulation, then one of them, which ends the other."""
     options = (*KINDS[kind], "model.dropout=0.1")
-    codes, _ = job([On(STEP, 6, kill)] * 2, *options, "name=killed")
+    job([On(STEP, 6, kill)] * 2, *options, "name=killed", codes=[-signal.SIGKILL] * 2)
+    said = job([None, On(STEP, 3, kill)], *options, "name=killed", codes=[2, -signal.SIGKILL])
 
-    assert codes == [-signal.SIGKILL] * 2
-
-    codes, said = job([None, On(STEP, 3, kill)], *options, "name=killed")
-
-    assert codes == [2, -signal.SIGKILL]
     assert "error: another process of this run has ended" in said[0]
 
-    codes, said = job([None, None], *options, "name=killed")
+    said = job([None, None], *options, "name=killed")
 
-    assert codes == [0, 0], said
     assert "continuing" in said[0]
     assert differences(train.runs / "killed", pair(*options)) == []
 
@@ -167,20 +150,17 @@ def test_another_number_of_processes_goes_on(train, job, straight, kind):
     kind = f"trainer={kind}"
     run = train.runs / "changing"
     stopping = On(STEP, 3, partial(signal.raise_signal, signal.SIGTERM))
-    codes, said = job([None, stopping], kind, *TEXT, "name=changing")
+    said = job([None, stopping], kind, *TEXT, "name=changing", codes=[STOPPED] * 2)
 
-    assert codes == [STOPPED] * 2
     assert "stopped after step 2; rerun the same command to resume" in said[0]
 
-    with pytest.MonkeyPatch.context() as patch:
-        On(STEP, 3, partial(signal.raise_signal, signal.SIGINT))(patch.setattr)
+    with On(STEP, 3, partial(signal.raise_signal, signal.SIGINT)):
         train(*TEXT, "name=changing", code=INTERRUPTED)
 
     assert steps_in(run / "checkpoints")[-1] == 4
 
-    codes, said = job([None, None], kind, *TEXT, "name=changing")
+    job([None, None], kind, *TEXT, "name=changing")
 
-    assert codes == [0, 0], said
     assert [row["step"] for row in rows_of(run)] == [1, 3, 6]
     assert_same_numbers(straight(*TEXT), run)
 
@@ -193,17 +173,15 @@ EXPLODES = ("trainer=fsdp", "optim.lr=1e30", "optim.warmup_steps=0", "optim.grad
 FAILURES = {  # what happens on both ranks, the options, and the message
     "not finite in shards": ([None, None], EXPLODES, "infinite or NaN in step 2"),
     "on the second": ([None, On(STEP, 3, lack_memory)], (), "no memory left"),
-    "on the first": ([On("ropewalk.app.run_dir:provenance", 1, lack_memory), None], (), "no memory left"),
+    "on the first": ([On("ropewalk.app.run_dir.provenance", 1, lack_memory), None], (), "no memory left"),
 }
 
 
 @pytest.mark.parametrize("where", FAILURES)
 def test_an_error_ends_all_and_is_told_once(job, where):
     actions, options, message = FAILURES[where]
-    codes, said = job(actions, "pe=rope", *options)
-    both = "".join(said)
+    both = "".join(job(actions, "pe=rope", *options, codes=[2, 2]))
 
-    assert codes == [2, 2]
     assert both.count("error: ") == 1
     assert message in both
 
@@ -213,31 +191,15 @@ def test_a_run_that_lightning_started_goes_on_by_torchrun(train, job):
     """A signal to the first process, which has started the other one, stops the run."""
     options = [f"trainer.{key}=100" for key in ("log_every", "val_every", "checkpoint_every")]
     options += ["pe=rope", "trainer.max_steps=300", "logger=tensorboard", "name=launched"]
-    command = [
-        sys.executable,
-        f"{ROOT}/train.py",
-        *train.complete(*options, "trainer=ddp", "trainer.devices=2"),
-    ]
-    stopped = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
     run = train.runs / "launched"
-    while stopped.poll() is None and not (run / "metrics.jsonl").exists():
-        time.sleep(0.05)
-    stopped.send_signal(signal.SIGTERM)
-    out, err = stopped.communicate()
+    command = [sys.executable, "train.py", *train.complete(*options, "trainer=ddp", "trainer.devices=2")]
+    out, err = terminated(command, run / "metrics.jsonl")
 
-    assert stopped.returncode == STOPPED, err
     assert out.count("stopped after step") == 1
     assert "rror" not in err
 
-    codes, said = job([None, None], *options)
+    said = job([None, None], *options)
 
-    assert codes == [0, 0], said
     assert said[0].count("continuing") == 1
 
     assert [row["step"] for row in rows_of(run)] == [1, 100, 200, 300]
@@ -247,7 +209,5 @@ def test_a_run_that_lightning_started_goes_on_by_torchrun(train, job):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_compiled_processes_compute_what_one_does_uncompiled(train, job, straight, kind):
     options = ["pe=rope", "trainer.compile=true"]
-    codes, said = job([None, None], f"trainer={kind}", *options, "name=compiled")
-
-    assert codes == [0, 0], said
+    job([None, None], f"trainer={kind}", *options, "name=compiled")
     assert_same_numbers(straight("pe=rope"), train.runs / "compiled", 1e-5)

@@ -1,17 +1,22 @@
-"""A run that ends at any moment and is started again by the same command ends as if nothing had happened."""
+"""A run that ends at any moment and is started again by the same command ends as if nothing had happened.
+
+What goes wrong with numbers, disks and data ends in a clear error, the last good state intact.
+"""
 
 import os
+import resource
 import shutil
 import signal
 from functools import partial
 
 import pytest
 import torch
-from conftest import rows_of
+from conftest import rows_of, snapshot
 from differences import differences
 from process_helpers import STEP, On, kill, live
 from safetensors.torch import load_file, save_file
 
+from model.gpt import GPT
 from ropewalk.training.checkpoints import steps_in
 from ropewalk.training.stop import INTERRUPTED, STOPPED
 
@@ -32,10 +37,10 @@ TASK = ("pe=cope", "data=flip_flop", *[option for option in HARD if option != ST
 MOMENTS = {
     # Call 2 of the training step is the second half of step 1, call 6 that of step 3: the second stage begins there.
     "in mid-accumulation": (TEXT, [On(STEP, 2, kill), On(STEP, 6, kill)]),
-    "at a checkpoint": (TASK, [On("torch:save", 2, kill), On("ropewalk.training.checkpoints:prune", 2, kill)]),
+    "at a checkpoint": (TASK, [On("torch.save", 2, kill), On("ropewalk.training.checkpoints.prune", 2, kill)]),
     "at the start and at the end": (
         TASK,
-        [On("ropewalk.app.run_dir:provenance", 1, kill), On("train:write_json", 1, kill)],
+        [On("ropewalk.app.run_dir.provenance", 1, kill), On("train.write_json", 1, kill)],
     ),
 }
 
@@ -55,12 +60,11 @@ def test_killed_twice(train, straight, when):
     ("number", "code", "call", "step", "rows"),
     [(signal.SIGUSR1, STOPPED, 9, 5, [1, 3]), (signal.SIGINT, INTERRUPTED, 11, 6, [1, 3, 6])],
 )
-def test_a_signal_stops_after_the_step(train, straight, monkeypatch, number, code, call, step, rows):
+def test_a_signal_stops_after_the_step(train, straight, number, code, call, step, rows):
     """It comes in the first half of a step: of the fifth, at which nothing is due, or of the last."""
     options = [*TEXT, "trainer.checkpoint_every=6", "name=stopped"]
     handler = signal.getsignal(number)
-    with monkeypatch.context() as patch:
-        On(STEP, call, partial(signal.raise_signal, number))(patch.setattr)
+    with On(STEP, call, partial(signal.raise_signal, number)):
         train(*options, code=code)
 
     assert signal.getsignal(number) is handler
@@ -129,3 +133,76 @@ def test_more_steps_go_on_from_the_end(train):
     assert rows[-1]["lr"] == pytest.approx(0.1 * 2e-3)  # the cosine of 9 steps ends here
 
     train(*TEXT, "name=longer", "trainer.max_steps=8", code=2)
+
+
+@pytest.fixture
+def run(train):
+    """The folder of the run `train("pe=rope")`."""
+    return train.runs / "rope-text"
+
+
+@pytest.mark.parametrize(
+    ("rate", "every", "message", "saved"),
+    [
+        (1e30, 1, "became infinite or NaN in step 2: lower optim.lr", [1]),
+        (1e30, 100, "became infinite or NaN in step 2", []),  # gradients are looked at only in the last step
+        (1e38, 1, "a weight became infinite or NaN in step 1", []),
+    ],
+)
+def test_a_step_that_explodes(train, run, rate, every, message, saved):
+    """It is named, and nothing of it or after it is saved."""
+    options = [f"trainer.{key}={every}" for key in ("log_every", "val_every", "checkpoint_every")]
+    options += [f"optim.lr={rate}", "optim.warmup_steps=0", "optim.grad_clip=null"]
+    outcome = train("pe=rope", *options, code=2)
+
+    assert message in outcome.err
+    assert steps_in(run / "checkpoints") == saved
+
+
+def test_an_infinite_loss_whose_gradient_is_finite(train, run, monkeypatch):
+    forward = GPT.forward
+    extra = iter([0.0, 0.0, float("inf"), 0.0])  # of the third step
+    monkeypatch.setattr(
+        GPT,
+        "forward",
+        lambda *args, **options: forward(*args, **options) + next(extra, 0.0),
+    )
+    assert "in step 3" in train("pe=rope", code=2).err
+    assert steps_in(run / "checkpoints") == [2]
+
+
+@pytest.fixture
+def fill_disk():
+    """A function, after which no file may become as large as a checkpoint."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size=20_000: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+def test_a_full_disk(train, run, straight, fill_disk):
+    """No half-written checkpoint stays, and the run goes on where there is room again."""
+    expected = straight("pe=rope")
+    with On("ropewalk.training.checkpoints.save", 2, fill_disk):
+        outcome = train("pe=rope", code=2)
+    fill_disk(resource.RLIM_INFINITY)
+
+    assert f"cannot write {run}/checkpoints/step=4.ckpt: File too large" in outcome.err
+    assert os.listdir(run / "checkpoints") == ["step=2.ckpt"]
+
+    train("pe=rope")
+
+    assert differences(run, expected) == []
+
+
+def test_changed_and_deleted_data_are_refused(train, run):
+    train("pe=rope", "trainer.time_limit=1e-9", code=STOPPED)
+    before = snapshot(run)
+    for path in train.corpus.iterdir():
+        path.write_text(path.read_text() + "loose ends")
+
+    assert "train_sha256" in train("pe=rope", code=2).err
+
+    shutil.rmtree(train.corpus)
+
+    assert "matches no file" in train("pe=rope", code=2).err
+    assert snapshot(run) == before

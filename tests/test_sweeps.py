@@ -2,22 +2,19 @@
 
 import os
 import signal
-import subprocess
 import sys
-import time
 from functools import partial
 
 import pytest
-from conftest import ROOT, rows_of
+from conftest import rows_of
 from differences import differences
-from process_helpers import On, power_cut
+from process_helpers import On, power_cut, terminated
 
 from ropewalk.app.run_dir import read_config
 from ropewalk.app.sweep import plan
-from ropewalk.training.stop import STOPPED
 
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
-ROW = "ropewalk.app.run_dir:append"  # called five times in a run: call 8 is for step 3 of the second
+ROW = "ropewalk.app.run_dir.append"  # called five times in a run: call 8 is for step 3 of the second
 
 
 def test_each_job_is_the_run_that_it_would_be_alone(train, trained):
@@ -32,10 +29,9 @@ def test_each_job_is_the_run_that_it_would_be_alone(train, trained):
     assert differences(of_sweep, alone) == []
 
 
-def test_a_stopped_sweep_is_continued(train, monkeypatch):
+def test_a_stopped_sweep_is_continued(train):
     sweep = ["pe=rope,alibi", *SHORT, "-m"]
-    with monkeypatch.context() as patch:
-        On(ROW, 8, partial(signal.raise_signal, signal.SIGINT))(patch.setattr)  # Ctrl-C
+    with On(ROW, 8, partial(signal.raise_signal, signal.SIGINT)):  # Ctrl-C
         train(*sweep, code=130)
     complete = train.runs / "rope-text"
     before = {path: path.stat().st_mtime_ns for path in complete.rglob("*")}
@@ -47,9 +43,9 @@ def test_a_stopped_sweep_is_continued(train, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in complete.rglob("*")} == before
 
 
-def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
-    On(ROW, 2, power_cut)(monkeypatch.setattr)
-    outcome = train("pe=rope,nope", *SHORT, "-m", code=1)
+def test_a_failing_job_is_named_and_the_others_go_on(train):
+    with On(ROW, 2, power_cut):
+        outcome = train("pe=rope,nope", *SHORT, "-m", code=1)
 
     assert "[1/2] rope-text: failed: power cut" in outcome.err
     assert "in power_cut\n" in outcome.err  # where, since it is nobody's mistake
@@ -120,16 +116,11 @@ def test_runs_train_side_by_side(train, monkeypatch):
 def test_a_signal_stops_what_trains_side_by_side(train, options, begun):
     """It may reach the first process alone. What had not begun does not begin."""
     options = ["pe=rope", "seed=0,1,2,3,4", *options, *SHORT]
-    command = [sys.executable, f"{ROOT}/train.py", *train.complete(*options, "-m")]
-    sweep = subprocess.Popen(command, cwd=ROOT, preexec_fn=_on_two_cores, stderr=subprocess.PIPE, text=True)
     runs = [train.runs / "rope-text", train.runs / "rope-text-s1"]
-    while sweep.poll() is None and not all((run / begun).exists() for run in runs):
-        time.sleep(0.05)
-    sweep.send_signal(signal.SIGTERM)
-    _, err = sweep.communicate()
+    sweep = [sys.executable, "train.py", *train.complete(*options, "-m")]
+    terminated(sweep, *[run / begun for run in runs], preexec_fn=_on_two_cores)
 
-    assert sweep.returncode == STOPPED, err
-    assert runs_in(train.runs) == ["rope-text", "rope-text-s1"]
+    assert sorted(path.name for path in train.runs.glob("[!.]*")) == ["rope-text", "rope-text-s1"]
     assert begun == "config.yaml" or all([*run.glob("checkpoints/*.ckpt")] for run in runs)
 
 

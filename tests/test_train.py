@@ -1,5 +1,6 @@
 """A run from its command line to its files: complete, continued, refused, repeated."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,24 +88,6 @@ def test_validation_computes_as_training_does(train, monkeypatch, precision, dty
     assert used == {(True, dtype), (False, dtype)}
 
 
-@pytest.fixture
-def compile_with(monkeypatch):
-    """`compile_with(backend)` lets the networks be compiled by it, without code generation."""
-    compile = torch.compile
-
-    def use(backend):
-        monkeypatch.setattr(
-            torch,
-            "compile",
-            lambda *args, **options: compile(*args, **options | {"backend": backend}),
-        )
-
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=8):
-        yield use
-    torch._dynamo.reset()
-
-
 STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 2, train_len: 8, pe: {window: 4}}]"
 
 
@@ -116,11 +99,13 @@ STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 2, train_len: 8, pe: {window
     ],
     ids=["stages", "two kinds of layers"],
 )
-def test_layers_of_a_kind_are_compiled_once(train, compile_with, graphs, options):
+def test_layers_of_a_kind_are_compiled_once(train, monkeypatch, graphs, options):
     """In each stage, and the loss for each length; what is evaluated needs no graph."""
     counter = CompileCounterWithBackend("aot_eager")
-    compile_with(counter)
-    train("trainer.compile=true", *options)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        train("trainer.compile=true", *options)
 
     assert counter.frame_count == graphs
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from conftest import edit, snapshot
 
 from scripts import evaluate, sample
@@ -100,10 +99,6 @@ def test_a_strangers_run_reads_no_variable_of_the_environment(stranger, train, s
 
     script(evaluate, f"run={stranger}")
     train(f"init_from={stranger}", *QUICK)
-    child = train.runs / f"base-{text}-16"
-
-    assert yaml.safe_load((child / "config.yaml").read_text())["pe"]["name"] == text
-
     for path, content in snapshot(train.runs).items():
         assert SECRET not in str(path)
         assert SECRET.encode() not in content, path

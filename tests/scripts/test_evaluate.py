@@ -9,12 +9,12 @@ from process_helpers import On, power_cut
 from ropewalk.evaluation.results import load_all
 from scripts import evaluate as program
 
-SCORER = "ropewalk.evaluation.scoring:Scorer.__call__"  # called once for each length
+SCORER = "ropewalk.evaluation.scoring.Scorer.__call__"  # called once for each length
 
 
 @pytest.fixture
-def make_run(train):
-    """`make_run("pe=rope", ...)` is a run without results. Its weights are random and depend on position."""
+def make_run(trained):
+    """`make_run("rope", ...)` is a run without results. Its weights are random and depend on position."""
     still = [
         "trainer.max_steps=0",
         "model.init_std=0.4",
@@ -24,10 +24,8 @@ def make_run(train):
         "eval.lengths=[0.5,1,2,4]",
     ]
 
-    def make(*options):
-        before = set(train.runs.glob("*/"))
-        train(*still, *options)
-        (run,) = set(train.runs.glob("*/")) - before
+    def make(pe, *options):
+        run = trained(f"pe={pe}", *still, *options, name=pe)
         shutil.rmtree(run / "evals")
         return run
 
@@ -40,11 +38,10 @@ def evaluate(script, tmp_path):
     return lambda *arguments, code=0: script(program, *arguments, f"cache_dir={tmp_path / 'cache'}", code=code)
 
 
-def test_a_power_cut_keeps_what_was_measured(make_run, evaluate, monkeypatch):
+def test_a_power_cut_keeps_what_was_measured(make_run, evaluate):
     """Here in the third of four lengths of the second reading."""
-    run = make_run("pe=rope")
-    On(SCORER, 7, power_cut)(monkeypatch.setattr)
-    with pytest.raises(RuntimeError, match="power cut"):
+    run = make_run("rope")
+    with On(SCORER, 7, power_cut), pytest.raises(RuntimeError, match="power cut"):
         evaluate(f"run={run}", "measures=[lengths]", "eval.variants=[linear]")
     (e,) = load_all(run)
     assert e.variant.label == "rope"
@@ -52,7 +49,7 @@ def test_a_power_cut_keeps_what_was_measured(make_run, evaluate, monkeypatch):
 
 def test_a_run_from_elsewhere_is_measured_here_and_stays_unfinished(make_run, evaluate):
     """It was trained on another device and data folder."""
-    run = make_run("pe=rope")
+    run = make_run("rope")
     (run / "training.json").unlink()
     (run / "report.html").write_text("old")
     edit(run / "config.yaml", "trainer", accelerator="cuda")
@@ -71,8 +68,8 @@ def test_a_run_from_elsewhere_is_measured_here_and_stays_unfinished(make_run, ev
 
 
 def test_every_measure_of_several_runs(make_run, evaluate):
-    rope = make_run("pe=rope", "train_len=128")
-    alibi = make_run("pe=alibi", "train_len=128")
+    rope = make_run("rope", "train_len=128")
+    alibi = make_run("alibi", "train_len=128")
     few = ["ruler.tasks=[niah_single,niah_multikey]", "ruler.depths=2", "ruler.trials=2", "eval.lengths=[4,5]"]
     measures = "measures=[lengths,by_position,far_copies,ruler,reach]"
     said = evaluate("-m", f"run={rope},{alibi}", measures, "eval.variants=[]", *few)
@@ -99,7 +96,7 @@ MISTAKES = {
 
 
 def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):
-    run = make_run("pe=rope")
+    run = make_run("rope")
     before = snapshot(run)
     for line, message in MISTAKES.items():
         said = evaluate(f"run={run}", *line.split(), code=2)

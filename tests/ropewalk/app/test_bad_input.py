@@ -2,15 +2,12 @@
 
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 import yaml
 from conftest import ROOT, snapshot
 
 import train as program
-from conf.foreign import FOREIGN
-from conf.schema import flatten
 from ropewalk.app.explain import CONF_DIR, described
 from ropewalk.app.init_from import train_values
 
@@ -129,12 +126,6 @@ def test_a_mistake_on_the_command_line_is_named_and_nothing_written(train, line,
     assert not train.runs.exists()
 
 
-def test_no_name_of_ours_is_called_foreign():
-    keys = flatten(train_values("logger=wandb")).keys()
-    words = {key.rpartition(".")[2] for key in keys}
-    assert FOREIGN.keys() & (words | keys) <= {"data"}
-
-
 def test_a_mistake_harms_no_run(train):
     train("pe=rope", "trainer.max_steps=1", "eval.variants=[]")
     before = snapshot(train.runs)
@@ -176,40 +167,23 @@ OPTION_FILES = [path for path in sorted(CONF_DIR.glob("*/*.yaml")) if path.paren
 def test_each_key_of_each_option_has_a_comment(path):
     group = path.parent.name
     keys = yaml.safe_load(path.read_text()).keys() - UNSAID
-    commented = described([CONF_DIR], group, path.stem)
-    assert {f"{group}.{key}" for key in keys} <= commented.keys()
+    assert keys <= described([CONF_DIR], group, path.stem).keys()
 
 
-@pytest.mark.parametrize("name", ["evaluate", "sample", "export", "report", "bench", "draw"])
-def test_help_of_a_script(script, name):
-    module = import_module(f"scripts.{name}")
-    assert script(module, "--help").out.startswith(module.__doc__)
-
-
-def without(name: str, program: str, *arguments: str) -> subprocess.CompletedProcess:
-    """What a command line says where a module cannot be imported."""
-    code = f"""
+WITHOUT_PYTORCH = """
 import runpy, sys
-sys.modules[{name!r}] = None
-sys.argv[1:] = {list(arguments)}
-sys.path.insert(0, {str((ROOT / program).parent)!r})
-runpy.run_path({program!r}, run_name="__main__")
+sys.modules["torch"] = None
+sys.argv[1:] = ["keyz=1"]
+sys.path.insert(0, "scripts")
+runpy.run_path("{}.py", run_name="__main__")
 """
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("program", ["train", *(f"scripts/{name}" for name in START_AT_ONCE)])
 def test_a_misspelt_key_is_answered_without_importing_pytorch(program):
     """That takes seconds."""
-    done = without("torch", f"{program}.py", "keyz=1")
+    command = [sys.executable, "-c", WITHOUT_PYTORCH.format(program)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert "keyz: there is no such key" in done.stderr
-
-
-@pytest.mark.long
-def test_a_pipe_that_is_closed_early_is_no_error():
-    command = f"'{sys.executable}' train.py --help | head -1"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.startswith("Train a small GPT")
-    assert done.stderr == ""

@@ -4,7 +4,7 @@ from itertools import product
 
 from omegaconf import OmegaConf
 
-from ropewalk.app.cli import composed, encoding, literal, plain, quoted
+from ropewalk.app.cli import composed, literal, plain, quoted
 
 PIECES = ["\\", "'", "${oc.env:SECRET}", "${", "$", "}", " ", "\n"]
 
@@ -21,10 +21,3 @@ def test_text_stands_for_itself(monkeypatch):
     config = OmegaConf.create(literal(nested))
 
     assert OmegaConf.to_container(config, resolve=True) == nested
-
-
-def test_an_encoding_in_a_folder_of_the_users_is_found_by_its_name(tmp_path):
-    (tmp_path / "pe").mkdir()
-    (tmp_path / "pe" / "mine.yaml").write_text("defaults: [rope, _self_]\nbase: 5.0\n")
-    with composed("draw", f"hydra.searchpath=[file://{tmp_path}]"):
-        assert encoding("mine") == encoding("rope") | {"base": 5.0}

@@ -201,18 +201,10 @@ def test_rows_that_are_damaged_or_cut_short(run):
     assert list(read_metrics(run.path)) == [{"step": 1}]
 
 
-# A few lines of aliases stand for a billion values; a sparse file takes no room on a disk, but all in memory.
-@pytest.mark.parametrize(
-    ("size", "reason"),
-    [
-        (21, "has an alias"),
-        (2**40, "cannot be read"),
-    ],
-)
-def test_a_file_that_would_take_all_memory_is_refused(run, size, reason):
+def test_a_file_that_would_take_all_memory_is_refused(run):
+    """A few lines of aliases stand for a billion values."""
     (run.path / "config.yaml").write_text("a: &x [1]\nb: [*x, *x]\n")
-    os.truncate(run.path / "config.yaml", size)
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match="has an alias"):
         read_config(run.path)
 
 
