@@ -28,7 +28,6 @@ from model.gpt import GPT
 from model.position.network import Encodings, metrics_of
 from model.reading import Reading
 from model.size import flops_per_token, n_parameters
-from ropewalk.app.cli import program
 from ropewalk.app.ending import show_results
 from ropewalk.app.resolve import for_this_machine
 from ropewalk.app.run_dir import RunDir, Validation, check_identity
@@ -320,6 +319,5 @@ class Training:
         )
 
 
-@program("config")
 def main(composed: DictConfig) -> float:
     return train(configure(composed))

@@ -344,7 +344,7 @@ def _locate(location: Iterable[Any], values: Any) -> tuple[list[str], Any, Any]:
     for part in map(str, location):
         # In a list of sections, such as the stages, the number of an entry is its key. A list of plain values is
         # reported whole.
-        if isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
+        if value and isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
             value = {str(number): entry for number, entry in enumerate(value)}
         # Other parts name alternatives of a union: they are no keys.
         if isinstance(value, Mapping) and part in value:

@@ -208,7 +208,7 @@ def _prepared_folder(prefix: Path, source: Source, request: list[Any], write: Ca
                     raise ValueError("the documents changed while they were read: try again when nobody writes to them")
                 partial.replace(folder)
     except OSError as error:
-        raise ValueError(f"data.cache_dir={prefix.parent} cannot hold the prepared data: {error}") from None
+        raise ValueError(f"the data cannot be prepared in data.cache_dir={prefix.parent}: {error}") from None
     return folder
 
 

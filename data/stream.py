@@ -32,7 +32,8 @@ class TextData(Data):
     label: ClassVar[str]  # first part of the prepared folder's name
 
     tokenizer: str = "bytes"  # or another of data.tokenizer.Tokenizer, hf:FOLDER_OR_HUB_ID, or train:TOKENS
-    val_fraction: float = 0.1  # approximate share of the documents used for validation; see data.prepare
+    # Approximate share of the documents used for validation: see data.prepare.
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     cache_dir: str = "prepared"  # folder of the prepared data
     documents: Literal["cross", "mask"] = "cross"  # mask: attention does not look beyond the start of its document
     bos: Literal["auto", "none"] = "auto"  # auto: texts begin with the token that a published tokenizer puts there
@@ -40,8 +41,6 @@ class TextData(Data):
     prepared: dict[str, Split] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.val_fraction < 1:
-            raise ValueError(f"data.val_fraction={self.val_fraction:g} must be between 0 and 1")
         kind, _, size = self.tokenizer.partition(":")
         if kind == "train" and not (size.isascii() and size.isdigit() and 257 < int(size) <= 2**20):
             raise ValueError(f"data.tokenizer={self.tokenizer}: give train: a number of tokens, as in train:4096")

@@ -7,12 +7,12 @@ import os
 import re
 import sysconfig
 from codecs import BOM_UTF8
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from data.prepare import Source
 from data.stream import TextData
@@ -40,18 +40,12 @@ class TextFiles(TextData):
 
     label = "text"
 
-    files: str | list[str] | None = None  # required: glob patterns; ** matches any number of folders
-    document_bytes: int = 2**17
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.files:
-            raise ValueError("data.files is missing: give a pattern, as in data.files='corpus/**/*.txt'")
-        if self.document_bytes < 64:
-            raise ValueError(f"data.document_bytes={self.document_bytes} must be at least 64")
+    files: str | Annotated[list[str], Field(min_length=1)]  # glob patterns; ** matches any number of folders
+    document_bytes: Annotated[int, Field(ge=64)] = 2**17
 
     def source(self, progress: bool) -> Source:
-        return read_files(matching_files(_listed(self.files or [])), self.document_bytes)
+        patterns = [self.files] if isinstance(self.files, str) else self.files
+        return read_files(matching_files(patterns), self.document_bytes)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -60,31 +54,21 @@ class HuggingFace(TextData):
 
     label = "hf"
 
-    path: str | None = None  # required: an id on the hub, or the format of local files: parquet, json, text, arrow
+    path: str  # an id on the hub, or the format of local files: parquet, json, text, arrow
     data_files: str | list[str] | None = None  # paths or glob patterns of local files
     subset: str | None = None  # name of a configuration of the dataset
     split: str = "train"  # where the documents are taken from; validation is split off by our own rule
     text_field: str = "text"  # column that holds the text
     revision: str | None = None  # commit, branch or tag on the hub; give one to keep the data as they are
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.path:
-            raise ValueError("data.path is missing: a dataset on the hub, or the format of local files, as in parquet")
-
     def source(self, progress: bool) -> Source:
         import datasets  # takes seconds, so only where it is used
-        from huggingface_hub.utils import logging
 
-        logging.set_verbosity_error()  # it logs each of its retries for half a minute
         if not progress:
             datasets.disable_progress_bars()
-        files = self.data_files
-        if files is not None:
-            files = [_as_datasets_reads(pattern) for pattern in _listed(files)]
-        options: dict[str, Any] = {"split": self.split, "data_files": files, "revision": self.revision}
+        options: dict[str, Any] = {"split": self.split, "data_files": self.data_files, "revision": self.revision}
         try:
-            rows = datasets.load_dataset(str(self.path), self.subset, **options)
+            rows = datasets.load_dataset(self.path, self.subset, **options)
         except Exception as error:  # the library, the hub and the network have many
             cause = error.__cause__ or error  # the error that says why, of "occurred while generating the dataset"
             reason = str(cause).strip().split("\n")[0][:300]
@@ -130,21 +114,11 @@ def read_files(files: Iterable[tuple[str, Path]], document_bytes: int | None = N
         # the hash of the prepared splits, which is exact.
         digest = hashlib.sha256(f"{document_bytes}\n".encode())
         for name, path in files:
-            with _reading(path):
-                status = path.stat()
+            status = path.stat()
             digest.update(f"{name!r} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
     return Source(documents, fingerprint)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Raise ValueError, which names the file, where the system cannot read it."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"data: {path} cannot be read: {error.strerror}") from None
 
 
 def _pieces(path: Path, document_bytes: int | None) -> Iterator[bytes]:
@@ -153,7 +127,7 @@ def _pieces(path: Path, document_bytes: int | None) -> Iterator[bytes]:
     A document begins at the first line end at or after a multiple of `document_bytes`. A line that reaches beyond the
     next multiple is cut there, or just before the character that would be cut. A byte order mark is no text.
     """
-    with _reading(path), path.open("rb") as file:
+    with path.open("rb") as file:
         beginning = file.read(1024)
         if b"\0" in beginning:
             raise ValueError(f"data: {path} has NUL bytes, as UTF-16 and binary files do: convert or omit it")
@@ -193,93 +167,29 @@ def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
     """Find the files that match glob patterns, each file once.
 
     Returns:
-        The id and the path of each file. The id is the path below the folder that its pattern starts with, so that a
-        document stays in its split when the folder moves. Where that would give several files one id, it begins as many
-        folders higher as tell them apart.
+        The id and the path of each file. The id is the path below the folder that all patterns start with, so that a
+        document stays in its split when the folder moves.
 
     Raises:
         ValueError: a pattern matches no file.
     """
-    names: dict[Path, str] = {}
+    paths: list[Path] = []
+    folders = []
     for pattern in patterns:
-        root, parts = _folder_of(pattern)
-        # Of "." nothing is left but the folder.
-        files = {path for path in _matches(root, parts) if os.path.isfile(path)} if parts else set()
+        path = Path(pattern).expanduser().absolute()
+        # What exists is meant as it stands: a file "a[1].txt".
+        names = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
+        files = [Path(name) for name in names if os.path.isfile(name)]
         if not files:
             remedy = "a folder's files are data.files='FOLDER/**/*'"
             if "[" in pattern:
                 remedy += ", and [[] stands for a bracket, as [ ] are a choice of characters"
             raise ValueError(f"data.files={pattern} matches no file (seen from {Path.cwd()}); {remedy}")
-        # Links may give a file several names. The first in the alphabet counts, on any file system.
-        for name in sorted(str(path.relative_to(root)) for path in files):
-            names.setdefault((root / name).resolve(), name)
-    # Documents that share an id are taken for pieces of one file: a/x.txt and b/x.txt, of two patterns, must not.
-    files_of_id = Counter(names.values())
-    while len(files_of_id) < len(names):
-        for path, name in names.items():
-            if files_of_id[name] > 1:
-                depth = len(Path(name).parts) + 1
-                names[path] = str(Path(*path.parts[-depth:]))
-        files_of_id = Counter(names.values())
-    return [(name, path) for path, name in names.items()]
-
-
-def _listed(patterns: str | list[str]) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else patterns
-
-
-def _folder_of(pattern: str) -> tuple[Path, list[str]]:
-    """Split a pattern into the folder that it starts with and its other parts, in which wildcards have their meaning.
-
-    What exists is meant as it stands: a folder "run [2024]", or a file "a[1].txt".
-    """
-    parts = Path(pattern).expanduser().parts
-    n = 0
-    while n < len(parts) - 1 and Path(*parts[: n + 1]).is_dir():
-        n += 1
-    folder = Path(*parts[:n])
-    others = [*parts[n:]]
-    if folder.joinpath(*others).is_file():
-        others = [glob.escape(part) for part in others]
-    return folder, others
-
-
-def _as_datasets_reads(pattern: str) -> str:
-    """Return a pattern of local files for the library `datasets`, which takes brackets of folders for wildcards."""
-    if "://" in pattern:
-        return pattern
-    folder, others = _folder_of(pattern)
-    return str(Path(glob.escape(str(folder)), *others))
-
-
-def _matches(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """Yield the paths below `folder` that match the parts of a glob pattern, some of them more than once.
-
-    It finds what glob.glob(recursive=True) does, except through links: ** visits each folder once, and none above
-    `folder`.
-    """
-    part, *rest = parts
-    if part == "**":
-        for subfolder in _folders(folder):
-            yield from _matches(subfolder, rest or ["*"])
-        return
-    for name in glob.glob(part, root_dir=folder):
-        if rest:
-            yield from _matches(folder / name, rest)
-        else:
-            yield folder / name
-
-
-def _folders(folder: Path) -> Iterator[Path]:
-    """Yield `folder` and the folders below it, each once, without hidden ones."""
-    # glob.glob would follow a link to a folder above itself again and again, and list the whole disk through a link to
-    # the root.
-    visited = {str(parent) for parent in folder.resolve().parents}
-    for path, subfolders, _ in os.walk(folder, followlinks=True):
-        real_path = os.path.realpath(path)
-        if real_path in visited:
-            subfolders.clear()
-            continue
-        visited.add(real_path)
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        yield Path(path)
+        paths += files
+        folders.append(Path(*itertools.takewhile(lambda part: not re.search(r"[*?[]", part), path.parts[:-1])))
+    folder = os.path.commonpath(folders)
+    # Links may give a file several names. The first in the alphabet counts, on any file system.
+    name_of: dict[Path, str] = {}
+    for path in sorted(paths):
+        name_of.setdefault(path.resolve(), path.relative_to(folder).as_posix())
+    return [(name, path) for path, name in name_of.items()]

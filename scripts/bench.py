@@ -26,7 +26,7 @@ class BenchOptions(Options):
     mode: Literal["attention", "rotation", "training"]
 
 
-@program("bench", BenchOptions)
+@program(BenchOptions)
 def main(options: BenchOptions) -> None:
     for line in markdown(MODES[options.mode](begun(options))):
         print(line, flush=True)

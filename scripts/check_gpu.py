@@ -37,7 +37,7 @@ EXACTNESS = 0.6  # the share of the time that checks of exactness may take
 LEFT_OUT = "left out"
 
 
-@program("check_gpu", Options)
+@program(Options)
 def main(wanted: Options) -> None:
     stop = monotonic() + 60 * wanted.minutes
     options = begun(wanted)

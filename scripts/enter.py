@@ -30,7 +30,7 @@ class Arguments(Section):
     track: list[str]
 
 
-@program("enter", Arguments)
+@program(Arguments)
 def main(args: Arguments) -> None:
     entry = board.load(Path(args.entry))
     folder = entry.folder

@@ -45,7 +45,7 @@ class Arguments(Section):
     cache_dir: str
 
 
-@program("evaluate", Arguments)
+@program(Arguments)
 def main(args: Arguments) -> None:
     path = init_from.opened(args.run, args.cache_dir, args.step)
     # Locked until the end, so that nobody trains the run further between what is read here and what is written.

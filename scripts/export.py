@@ -30,7 +30,7 @@ class Arguments(Section):
     scale: float | None = Field(gt=0)
 
 
-@program("export", Arguments)
+@program(Arguments)
 def main(args: Arguments) -> None:
     path = opened(args.run, step=args.step)
     data = build_data(data_options(path, "prepared"))

@@ -26,7 +26,7 @@ from pydantic import Field
 from conf.schema import Config, ConfigError, Section, parse
 from data.base import build_data
 from lab.board import board, judge, trials
-from ropewalk.app.cli import encoding, plain, program, quoted
+from ropewalk.app.cli import encoding, plain, quoted
 from ropewalk.app.run_dir import RunDir
 from ropewalk.files import write_json
 
@@ -40,7 +40,6 @@ class Arguments(Section):
     runs_dir: str
 
 
-@program("judge")
 def main(composed: DictConfig) -> None:
     values = plain(composed)
     args = parse(Arguments, {key: values[key] for key in Arguments.model_fields})

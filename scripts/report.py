@@ -40,7 +40,7 @@ class Arguments(Section):
     exclude: list[str]
 
 
-@program("report", Arguments)
+@program(Arguments)
 def main(args: Arguments) -> None:
     folders = [args.folders] if isinstance(args.folders, str) else args.folders
     runs = frame.load(folders, args.only, args.exclude)

@@ -42,7 +42,7 @@ class Arguments(Section):
     device: str
 
 
-@program("sample", Arguments)
+@program(Arguments)
 def main(args: Arguments) -> None:
     path = opened(args.run, step=args.step)
     prompt = args.prompt

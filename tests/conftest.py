@@ -21,6 +21,7 @@ from model import position
 from model.gpt import GPT
 from model.position.layer import init_parameters, make_context
 from model.position.network import at_scale, view
+from ropewalk.app import cli
 from ropewalk.app.run_dir import read_metrics
 from ropewalk.report import page
 
@@ -214,11 +215,11 @@ class Outcome(NamedTuple):
     err: str
 
 
-def outcome_of(program, capfd, code: int | None = 0) -> Outcome:
-    """What calling `program` did, until it exits with this code; None: with any."""
+def outcome_of(module: str, capfd, code: int | None = 0) -> Outcome:
+    """What running a program did, until it exits with this code; None: with any."""
     ended = 0
     try:
-        program()
+        cli.run(module)
     except SystemExit as stop:
         ended = stop.code
     outcome = Outcome(ended, *capfd.readouterr())
@@ -283,10 +284,8 @@ def train(tmp_path, monkeypatch, capfd):
         return sorted([*defaults, *arguments], key=lambda argument: not argument.startswith("-"))  # flags come first
 
     def run(*arguments: str, code: int | None = 0) -> Outcome:
-        import train as program
-
         monkeypatch.setattr("sys.argv", ["train.py", *complete(*arguments)])
-        return outcome_of(program.main, capfd, code)
+        return outcome_of("train", capfd, code)
 
     run.runs = tmp_path / "runs"
     run.corpus = corpus
@@ -333,7 +332,7 @@ def script(monkeypatch, capfd):
     def run(program, *arguments, code: int | None = 0) -> Outcome:
         monkeypatch.setattr("sys.argv", [f"{program.__name__.rpartition('.')[2]}.py", *map(str, arguments)])
         capfd.readouterr()
-        return outcome_of(program.main, capfd, code)
+        return outcome_of(program.__name__, capfd, code)
 
     return run
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from pkgutil import resolve_name
@@ -75,6 +74,7 @@ def _run(
     environment: dict[str, str],
     program: str,
 ) -> None:
+    from ropewalk.app.cli import run
     from ropewalk.report import page
 
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -86,7 +86,7 @@ def _run(
     page.html = lambda *_: ""  # it takes as long as all else
     if prepare:
         prepare()
-    import_module(program).main()
+    run(program)
 
 
 class On:

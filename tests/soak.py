@@ -21,7 +21,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from conf.schema import ConfigError
-from ropewalk.app.cli import program
 from ropewalk.training.checkpoints import steps_in
 from ropewalk.training.provenance import provenance
 
@@ -76,7 +75,6 @@ def compare(straight: Path, killed: Path) -> list[str]:
     return wrong + [f"{name} is left over" for name in sorted(left)] + differences(straight, killed)
 
 
-@program("soak")
 def main(composed: DictConfig) -> None:
     kills = composed.kills
     rng = random.Random(composed.kill_seed)

@@ -1,5 +1,6 @@
 """README and docs/: links lead somewhere, commands are valid, tables and the picture follow from the results."""
 
+import inspect
 import json
 import re
 import shlex
@@ -128,7 +129,8 @@ def check_job(program, overrides):
             own = {key: values[key] for key in module.Arguments.model_fields}
             module.configurations(parse(module.Arguments, own))
         else:
-            parse(module.main.schema, values)
+            (argument,) = inspect.signature(module.main).parameters.values()
+            parse(argument.annotation, values)
 
 
 COMMANDS = all_commands()
@@ -208,7 +210,7 @@ def test_the_commands_of_the_walk_end_with_the_same_model_in_transformers(tmp_pa
     for _, program, *arguments in commands:
         monkeypatch.setattr("sys.argv", [program, *arguments])
         module = program.removesuffix(".py").replace("/", ".")
-        outcome_of(import_module(module).main, capfd)
+        outcome_of(module, capfd)
 
     read_by = {e.variant.label for e in load_all(runs / "walk-rope")}
 

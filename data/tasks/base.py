@@ -5,10 +5,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from data.base import IGNORE_INDEX, Data, EvalSet, hash_texts
@@ -16,6 +17,9 @@ from data.sampler import splitmix
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment
 MOST = 2**16  # the largest value of options that are numbers
+Size = Annotated[int, Field(ge=1, le=MOST)]
+Symbols = Annotated[int, Field(ge=2, le=MOST)]  # how many different ones
+Share = Annotated[float, Field(ge=0, le=1)]
 PAD = "-"  # fills what a sequence leaves free at its end; never scored
 Draw = Callable[..., list[np.ndarray]]  # numbers of columns -> uniforms, [B, columns] each
 Sequences = tuple[np.ndarray, np.ndarray]  # inputs and targets, int64 [B, length]
@@ -82,13 +86,6 @@ class Generated(Data):
     @abstractmethod
     def vocab(self) -> list[str]:
         """The symbol of each token id. None contains a space."""
-
-    def check(self, **ranges: tuple[float, float]) -> None:
-        """Raise ValueError if an option lies outside its range, (low, high)."""
-        for option, (low, high) in ranges.items():
-            value = getattr(self, option)
-            if not low <= value <= high:
-                raise ValueError(f"data.{option}={value} must be between {low:g} and {high:g}")
 
     @property
     def vocab_size(self) -> int:

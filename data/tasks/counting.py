@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from data.tasks.base import PAD, Draw, Sequences, Task, next_tokens
 
@@ -29,12 +30,11 @@ class Counting(Task):
     difficulties = ("in-distribution", "full")
     version = 2
 
-    variables: int = 1  # how many there are: a, b, ...
+    variables: Annotated[int, Field(ge=1, le=26)] = 1  # how many there are: a, b, ...
     weights: Sequence[float] = (1, 50, 7)  # of set, pass and increment
-    cap: int = 10  # the largest value
+    cap: Annotated[int, Field(ge=1, le=99)] = 10  # the largest value
 
     def __post_init__(self) -> None:
-        self.check(variables=(1, 26), cap=(1, 99))
         self.weights = list(self.weights)
         possible = len(self.weights) == 3 and all(0 <= weight < float("inf") for weight in self.weights)
         if possible:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.base import IGNORE_INDEX
-from data.tasks.base import Draw, Sequences, Task
+from data.tasks.base import Draw, Sequences, Share, Task
 
 WRITE, READ, IGNORE, ZERO = range(4)  # token ids; the bit 1 is ZERO + 1
 
@@ -24,12 +24,9 @@ class FlipFlop(Task):
     task = "flip_flop"
     difficulties = ("in-distribution", "dense", "sparse")
 
-    ignore: float = 0.8  # p in training, and of the difficulty in-distribution
-    dense: float = 0.1  # p of the difficulty dense, with many writes and reads
-    sparse: float = 0.98  # p of the difficulty sparse, where the last write is far away
-
-    def __post_init__(self) -> None:
-        self.check(ignore=(0, 1), dense=(0, 1), sparse=(0, 1))
+    ignore: Share = 0.8  # p in training, and of the difficulty in-distribution
+    dense: Share = 0.1  # p of the difficulty dense, with many writes and reads
+    sparse: Share = 0.98  # p of the difficulty sparse, where the last write is far away
 
     @property
     def vocab(self) -> list[str]:

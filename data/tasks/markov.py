@@ -7,14 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from data.base import IGNORE_INDEX, EvalSet, hash_texts
-from data.tasks.base import MOST, Generated, uniforms
+from data.tasks.base import Generated, Share, Size, uniforms
 
 MOST_COUNTS = 2**14  # entries in the transition counts of one text
 BLOCK = 16  # texts of the forward algorithm at a time
@@ -35,14 +36,14 @@ class Markov(Generated):
 
     label: ClassVar[str] = "markov"
 
-    symbols: int = 10  # V
-    alpha: float = 0.2  # of the Dirichlet distribution; near 0 a symbol has one successor, far above 1 all are equal
-    order: int = 1  # symbols that decide about the next one
-    lag: int = 1  # how far back the nearest of them is; 1: it is the one before
-    switch: float = 0.0  # probability, at each place, that the chain is drawn anew
+    symbols: Annotated[int, Field(ge=2, le=128)] = 10  # V
+    # Of the Dirichlet distribution: near 0 a symbol has one successor, far above 1 all are equal.
+    alpha: Annotated[float, Field(ge=1e-3, le=1e3)] = 0.2
+    order: Annotated[int, Field(ge=1, le=2)] = 1  # symbols that decide about the next one
+    lag: Size = 1  # how far back the nearest of them is; 1: it is the one before
+    switch: Share = 0.0  # probability, at each place, that the chain is drawn anew
 
     def __post_init__(self) -> None:
-        self.check(symbols=(2, 128), alpha=(1e-3, 1e3), order=(1, 2), lag=(1, MOST), switch=(0, 1))
         if self.symbols ** (self.order + 1) > MOST_COUNTS:
             most = int(MOST_COUNTS ** (1 / (self.order + 1)))
             raise ValueError(f"data.symbols={self.symbols} must be at most {most} with data.order={self.order}")

@@ -1,11 +1,13 @@
 """Multi-query associative recall (Arora et al., arXiv 2312.04927): tell the value that came with a key."""
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from data.tasks.base import MOST, Draw, Sequences, Task, choose, next_tokens, smallest, write
+from conf.schema import Count
+from data.tasks.base import MOST, Draw, Sequences, Share, Size, Symbols, Task, choose, next_tokens, smallest, write
 
 
 @dataclass(kw_only=True, eq=False)
@@ -24,22 +26,21 @@ class Recall(Task):
     task = "recall"
     difficulties = ("in-distribution", "near", "far")
 
-    pairs: int = 8  # in a text, each asked for once
-    density: float | None = None  # instead of `pairs`: share of a text that pairs and queries take
-    keys: int = 32  # number of different symbols in keys
-    values: int = 32  # number of different symbols in values
-    key_len: int = 1  # symbols of a key
-    value_len: int = 1  # symbols of a value, each a target
-    gap_power: float = 1.0  # a query is g places behind the pairs with weight g^(gap_power - 1); 0.01: as in the paper
+    pairs: Count = 8  # in a text, each asked for once
+    density: Share | None = None  # instead of `pairs`: share of a text that pairs and queries take
+    keys: Size = 32  # number of different symbols in keys
+    values: Symbols = 32  # number of different symbols in values
+    key_len: Annotated[int, Field(ge=1, le=16)] = 1  # symbols of a key
+    value_len: Size = 1  # symbols of a value, each a target
+    # A query is g places behind the pairs with weight g^(gap_power - 1); 0.01: as in the paper.
+    gap_power: Annotated[float, Field(ge=0, le=10)] = 1.0
 
     def __post_init__(self) -> None:
-        self.check(keys=(1, MOST), values=(2, MOST), value_len=(1, MOST), gap_power=(0, 10))
-        # A text draws one random number for each possible key, of which there are at most MOST; 1e-9 is for rounding.
-        longest_key = math.log(MOST, max(2, self.keys)) + 1e-9
-        self.check(key_len=(1, int(longest_key)))
-        self.check(pairs=(1, self.keys**self.key_len))  # the keys of a text are different
-        if self.density is not None:
-            self.check(density=(0, 1))
+        possible = self.keys**self.key_len
+        # The keys of a text are different, and it draws one random number for each possible key.
+        if not self.pairs <= possible <= MOST:
+            keys = f"data.key_len={self.key_len} of data.keys={self.keys} make {possible:,} keys"
+            raise ValueError(f"data.pairs={self.pairs}: {keys}, which must be as many, and at most {MOST:,}")
 
     @property
     def vocab(self) -> list[str]:

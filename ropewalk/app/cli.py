@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +25,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.schema import ConfigError, Section, parse, unknown_key
+from conf.schema import ConfigError, S, parse, unknown_key
 from ropewalk.app.explain import CONF_DIR, explain, help_text
 
 # Mistakes that a user can correct. They are reported without a traceback.
@@ -38,51 +37,27 @@ _BASE = "base_model"
 Task = Callable[[DictConfig], Any]
 
 
-@dataclass
-class Program:
-    """The main function of a program that is configured by conf/`name`.yaml: see `program`."""
+def program(schema: type[S]) -> Callable[[Callable[[S], Any]], Task]:
+    """Decorate the main function of a program: it gets what Hydra has composed as an instance of `schema`."""
 
-    name: str
-    schema: type[Section] | None
-    function: Callable[[Any], Any]
+    def decorate(function: Callable[[S], Any]) -> Task:
+        return functools.wraps(function)(lambda config: function(parse(schema, plain(config))))
 
-    def __call__(self) -> None:
-        """Run it with the command line of this process."""
-        launch(self.name, sys.modules[self.function.__module__].__doc__, lambda: self.task)
-
-    def task(self, config: DictConfig) -> Any:
-        """Call the function with a configuration that Hydra has composed."""
-        return self.function(config if self.schema is None else parse(self.schema, plain(config)))
+    return decorate
 
 
-def program(name: str, schema: type[Section] | None = None) -> Callable[[Callable[[Any], Any]], Program]:
-    """Decorate the main function of a program that is configured by conf/`name`.yaml.
+def run(module: str) -> None:
+    """Run the program in `module`, which is imported once the command line of this process has proved right.
 
-    Args:
-        schema: the function gets an instance of it; None: the configuration as Hydra composed it.
+    Its `main` gets the configuration that Hydra composes, of the file in conf/ that has the module's last word for a
+    name, or else of config.yaml.
 
     A user's mistake ends the program with one message and exit code 2, without a traceback, and Ctrl-C with 130. It
     ends silently if nobody reads its output, as after `| head`.
     """
-    return lambda function: Program(name, schema, function)
-
-
-def run(module: str) -> None:
-    """Run the program in `module`, which is imported once its command line has proved right."""
     name = module.rpartition(".")[2]
     if not (CONF_DIR / f"{name}.yaml").is_file():
         name = TRAIN
-    launch(name, sys.modules["__main__"].__doc__, lambda: import_module(module).main.task)
-
-
-def launch(name: str, about: str | None, load: Callable[[], Task]) -> None:
-    """Do what the command line of this process asks of a program.
-
-    Args:
-        name: of its configuration.
-        about: what it does, for --help.
-        load: returns what it does with a configuration.
-    """
     # Hydra would print errors in its own way, with a traceback. This makes it raise them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
@@ -93,15 +68,15 @@ def launch(name: str, about: str | None, load: Callable[[], Task]) -> None:
         elif flags.multirun and not (flags.help or flags.cfg):
             from ropewalk.app.sweep import sweep
 
-            sweep(name, load(), overrides)
+            sweep(name, import_module(module).main, overrides)
         else:
             with composed(name, *overrides) as config:
                 if flags.help:
-                    print(help_text(about or "", config))
+                    print(help_text(sys.modules["__main__"].__doc__ or "", config))
                 elif flags.cfg:
                     print(_as_it_runs(config), end="")
                 else:
-                    load()(config)
+                    import_module(module).main(config)
         sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -247,9 +222,9 @@ def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, 
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """Plain, resolved values of a program's own keys, without required keys that are not given."""
+    """Plain, resolved values of a program's own keys, without those that are required and not given."""
     own: Any = [key for key in config if key not in ("experiment", "hydra") and not OmegaConf.is_missing(config, key)]
-    values: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, own), resolve=True)
+    values: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, own), resolve=True, throw_on_missing=True)
     return values
 
 

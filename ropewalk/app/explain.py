@@ -4,7 +4,8 @@ The words about a key stand beside its value, in the YAML file: options of encod
 place, a user's own files count like ours, and whoever reads or copies a file has both.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from conf.foreign import answer
-from conf.schema import flatten, nearest, unknown_key
+from conf.schema import Config, Optim, flatten, nearest, unknown_key
 from ropewalk.files import printable
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
@@ -25,11 +26,12 @@ def help_text(about: str, config: DictConfig) -> str:
     """The text of --help: what the program does, its groups, and each key with its value and the comment beside it."""
     section = config.hydra
     folders = [Path(source.path) for source in section.runtime.config_sources if source.schema == "file"]
-    comments = described(folders, "", section.job.config_name)
+    of_program = described(folders, "", section.job.config_name)
+    comments = {}
     lines = [about, "Groups, as in GROUP=OPTION:"]
     for group, name in section.runtime.choices.items():
         if not group.startswith("hydra/"):
-            comments |= described(folders, group, str(name))
+            comments[group] = described(folders, group, str(name))
             options = GlobalHydra.instance().config_loader().get_group_options(group)
             lines.append(f"  {group}: {', '.join(options)}")
     lines += ["", "Keys and their values, as in KEY=VALUE; with -m, KEY=A,B runs the program for each:"]
@@ -38,35 +40,25 @@ def help_text(about: str, config: DictConfig) -> str:
         if not (key.startswith(("hydra.", "experiment")) or key.endswith("_target_")):
             text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
             setting = f"  {key}={text}"
-            lines.append(f"{setting:40} {comments.get(key, '')}".rstrip())
+            group, *words = key.split(".")
+            known = comments.get(group, of_program)
+            # The comment of an option may be that of what holds it.
+            comment = next((known[word] for word in reversed([group, *words]) if word in known), "")
+            lines.append(f"{setting:40} {comment}".rstrip())
     return "\n".join(lines)
 
 
 def described(folders: Sequence[Path], group: str, name: str) -> dict[str, str]:
-    """{key: the comment beside it} of an option, in the first of these folders that has it, and of its defaults."""
+    """{last word of a key: the comment beside it} of an option, in the first of these folders, and of its defaults."""
     paths = [folder / group / f"{name}.yaml" for folder in folders]
     path = next(filter(Path.is_file, paths), None)
     if path is None:
         return {}
-    comments: dict[str, str] = {}
     text = path.read_text(encoding="utf-8")
+    comments: dict[str, str] = {}
     for parent in (yaml.safe_load(text) or {}).get("defaults", []):
-        if isinstance(parent, str) and parent != "_self_":
-            comments |= described(folders, group, parent)
-    root = "" if not group or "@package _global_" in text else f"{group}."
-    return comments | dict(_beside(yaml.compose(text), text.splitlines(), root))
-
-
-def _beside(node: Any, lines: Sequence[str], prefix: str) -> Iterator[tuple[str, str]]:
-    """Each key of a mapping of YAML that has a comment at the end of its line, and that."""
-    for key, value in node.value:
-        on_one_line = value.start_mark.line == key.start_mark.line
-        end = value.end_mark if on_one_line else key.end_mark
-        _, mark, comment = lines[end.line][end.column :].partition("# ")
-        if mark:
-            yield prefix + key.value, comment
-        if isinstance(value, yaml.MappingNode):
-            yield from _beside(value, lines, f"{prefix}{key.value}.")
+        comments |= described(folders, group, str(parent))
+    return comments | dict(re.findall(r"^ *(\w+):.*? # (.*)$", text, re.MULTILINE))
 
 
 def explain(error: BaseException) -> str:
@@ -103,13 +95,13 @@ def _unknown_key(key: str, siblings: Iterable[str]) -> str:
     section, _, word = key.rpartition(".")
     group = section.partition(".")[0]
     choice = group if group == section else f"{section}.pe"  # of a part of a pattern
-    files = [("", "config")]
-    files += [(path.parent.name, path.stem) for path in sorted(CONF_DIR.glob("*/*.yaml"))]
-    keys = {file: described([CONF_DIR], *file) for file in files}
-    options = [f"{choice}={name}" for (_, name), known in keys.items() if f"{group}.{word}" in known]
+    files = [(path.parent.name, path.stem) for path in sorted(CONF_DIR.glob("*/*.yaml"))]
+    having = [file for file in files if word in described([CONF_DIR], *file)]
+    options = [f"{choice}={name}" for folder, name in having if folder == group]
     if options:
         remedy = f"where {choice} is swept, or is a pattern, write ++{key}..."
         return f"{message}. These have it: {', '.join(options)}; {remedy}"
     # The word may be right and the section wrong, as in trainer.lr.
-    places = [place for known in keys.values() for place in known if place.endswith(f".{word}")]
+    places = [prefix + word for prefix, of in (("", Config), ("optim.", Optim)) if word in of.model_fields]
+    places += [f"{folder}.{word}" for folder, _ in having]
     return f"{key}: there is no such key; did you mean {places[0]}?" if places else message

@@ -7,8 +7,7 @@ def run(module: str) -> NoReturn:
     """Run the program `module` with the command line of this process.
 
     Args:
-        module: its `main`, made by `cli.program`, is configured by the file in conf/ that has the module's last word
-            for a name, or by config.yaml.
+        module: see `cli.run`.
     """
     try:
         from ropewalk.app import cli

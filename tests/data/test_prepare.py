@@ -173,10 +173,3 @@ def test_each_split_needs_a_document(tmp_path):
 
     with pytest.raises(ValueError, match=r"1 documents for val, 0 documents for train.*lower data\.document_bytes"):
         prepared(tmp_path, tmp_path / "cache", document_bytes=10**20)
-
-
-@pytest.mark.parametrize("cache", ["latin.txt", "/proc/ropewalk"])
-def test_where_no_folder_can_be_made_is_named(corpus, cache):
-    folder = corpus / cache
-    with pytest.raises(ValueError, match=rf"data\.cache_dir={folder} cannot hold the prepared data"):
-        prepared(corpus, folder)

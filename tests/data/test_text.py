@@ -88,7 +88,7 @@ def test_documents_of_one_file_are_on_one_side_unless_there_is_only_one_file(tmp
 
 
 OF_ONE_NAME = ["part0/t.md", "part1/t.md", "part1/part0/t.md"]
-WITH_WILDCARDS = ["run [2024]/b.md", "run [2024]/c.md", "a[1].md", "a1.md", "who?.md", "whom.md"]
+WITH_WILDCARDS = ["a[1].md", "a1.md", "who?.md", "whom.md"]
 ALL = ["empty.txt", "latin.txt", "part0/00.txt", "part0/03.txt", "part1/01.txt", "part2/02.txt"]
 
 
@@ -100,13 +100,9 @@ PATTERNS = [
     (["part0/00.txt"], ["00.txt"]),
     (["part[12]/*"], ["part1/01.txt", "part1/t.md", "part2/02.txt"]),
     (["part*/00.txt", "empty.txt", "{root}/latin.txt"], ["empty.txt", "latin.txt", "part0/00.txt"]),
-    # Under patterns of their own they would have one id, and so be one file, on one side of the split.
-    (
-        ["part0/*.md", "part1/t.md", "part1/part0/*"],
-        ["corpus/part0/t.md", "part1/part0/t.md", "part1/t.md"],
-    ),
+    # Of one id they would be one file, on one side of the split.
+    (["part0/*.md", "part1/t.md", "part1/part0/*"], ["part0/t.md", "part1/part0/t.md", "part1/t.md"]),
     # What exists is no pattern: its brackets and question marks are themselves.
-    (["run [2024]/*.md"], ["b.md", "c.md"]),
     (["a[1].md"], ["a[1].md"]),
     (["who?.md"], ["who?.md"]),
 ]
@@ -141,9 +137,6 @@ def test_patterns_without_a_file_are_named(tmp_path, monkeypatch, pattern, messa
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"gone\.txt cannot be read: No such file"):
-        read_files([("gone", tmp_path / "gone.txt")]).fingerprint()
-
     (tmp_path / "wide.txt").write_text("some text", encoding="utf-16")
 
     with pytest.raises(ValueError, match=r"wide\.txt has NUL bytes, as UTF-16 .* convert"):
@@ -192,10 +185,10 @@ NO_TEXT = r"no column of text in parquet: it has text \(string\), number \(int64
 
 
 BAD_OPTIONS = [
-    ("TextFiles", {"files": []}, r"data\.files is missing"),
+    ("TextFiles", {"files": []}, r"data\.files=\[\]: it should be"),
     ("TextFiles", {"files": "x", "document_bytes": 63}, r"data\.document_bytes=63"),
-    ("StdlibCode", {"val_fraction": 1.0}, r"data\.val_fraction=1 must be"),
-    ("HuggingFace", {"path": None}, r"data\.path is missing"),
+    ("StdlibCode", {"val_fraction": 1.0}, r"data\.val_fraction=1\.0: it should be less than 1"),
+    ("HuggingFace", {"path": None}, r"data\.path=None: it should be a valid string"),
     ("HuggingFace", {"path": "json"}, r"data\.path=json could not be loaded"),
     ("HuggingFace", {"text_field": "txt"}, rf"data\.text_field=txt is {NO_TEXT}"),
     ("HuggingFace", {"text_field": "number"}, rf"data\.text_field=number is {NO_TEXT}"),
@@ -224,7 +217,7 @@ def test_every_option_stands_in_its_yaml_with_its_default(path):
     cls = data.resolve(values.pop("_target_"))
     defaults = {}
     for parameter in inspect.signature(cls).parameters.values():
-        default = parameter.default
+        default = "???" if parameter.default is parameter.empty else parameter.default
         defaults[parameter.name] = list(default) if isinstance(default, tuple) else default
 
     assert values.pop("name") == path.stem == (cls.task or cls.label)

@@ -229,10 +229,7 @@ def test_a_vocabulary_is_trained_on_the_training_split_alone_and_is_the_same_aga
         path.write_text(text + word * 99, newline="")
 
     # Twice from the text, and once from what the first has made.
-    encoders = []
-    for cache in ("a", "b", "a"):
-        source = prepared(corpus, tmp_path / cache, tokenizer="train:300")
-        encoders.append(source.encoder)
+    encoders = [prepared(corpus, tmp_path / cache, tokenizer="train:300").encoder for cache in ("a", "b", "a")]
     first, *others = encoders
 
     assert {other.hash for other in others} == {first.hash}
@@ -293,10 +290,9 @@ def test_windows_and_prompts_begin_as_the_tokenizer_begins_texts(tmp_path):
     assert source.identity() == plain.identity() | {"bos": start}
 
     part = source.validation(16, 64)
-    other = plain.validation(16, 64)
 
     assert part.text_start == start
-    assert part.texts_hash != other.texts_hash
+    assert part.texts_hash != plain.validation(16, 64).texts_hash
 
     for read in (
         lambda data: data.train_batch(range(4), 16, 0),

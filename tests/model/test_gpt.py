@@ -262,6 +262,43 @@ def test_the_gradient_of_the_loss_is_that_of_pytorch_bit_for_bit(monkeypatch, dt
     assert torch.equal(ours.grad, theirs.grad)
 
 
+END = 49  # the token that ends a document
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("name", "cfg"),
+    [
+        ("rope", {"sinks": True}),
+        ("cope", {}),
+        ("path_fox", {}),
+        ("learned", {"conv": 4, "key_offset": True}),
+        ("stick_breaking", {}),
+    ],
+)
+def test_the_gradient_of_packed_documents_is_that_of_the_documents_one_by_one(name, cfg, checkpointing):
+    """A token of a long document counts as much as one of a short one."""
+    net = build_gpt(name, train_len=40, checkpointing=checkpointing, **cfg).double().train()
+    idx, targets = tokens(40, 4, END).split(2)
+    idx[0, [6, 7, 30]] = END
+    idx[1, 20] = END
+    sizes = [7, 1, 23, 9, 21, 19]
+    expected = 0
+    for x, y in zip(
+        idx.flatten().split(sizes),
+        targets.flatten().split(sizes),
+        strict=True,
+    ):
+        share = x.numel() / idx.numel()
+        expected = expected + share * net(x[None], targets=y[None])
+
+    reading = packed(idx, END)
+    loss = net(idx, reading, targets=targets)
+
+    assert [rows.shape for rows in reading.rows] == [(3, 16), (3, 32)]  # at most half is padding
+    assert_same(loss, expected, [*net.parameters()])
+
+
 def test_a_pattern_over_layers_is_repeated_and_shares_what_has_no_parameters():
     options = {
         "pattern": ["local", "local", "global"],

@@ -26,16 +26,6 @@ VARIANTS = [
 every_variant = pytest.mark.parametrize("options", VARIANTS, ids=str)
 
 
-def pieces_of(places, cuts):
-    """The places of a text, cut in two before each place after the first whose cut is True."""
-    pieces = [[places[0]]]
-    for place, cut in zip(places[1:], cuts, strict=True):
-        if cut:
-            pieces.append([])
-        pieces[-1].append(place)
-    return pieces
-
-
 def dirichlet_multinomial(counts, alpha):
     """The logarithm of the probability of a sequence of symbols that has these counts.
 
@@ -63,13 +53,13 @@ def log_probability(tokens, data):
     """Of a text, in closed form: summed over all ways to cut the text into pieces that have a chain of their own."""
     first = data.lag + data.order - 1  # the first place with a context; those before are uniform
     uniform = -min(first, len(tokens)) * math.log(data.symbols)
-    places = range(first, len(tokens))
-    if not places:
+    places = np.arange(first, len(tokens))
+    if not len(places):
         return uniform
     total = 0.0
     for cuts in itertools.product((False, True), repeat=len(places) - 1):
         p_of_cuts = math.prod(data.switch if cut else 1 - data.switch for cut in cuts)
-        pieces = pieces_of(places, cuts)
+        pieces = np.split(places, np.flatnonzero(cuts) + 1)
         log_p = sum(log_probability_of_piece(tokens, piece, data) for piece in pieces)
         total += p_of_cuts * math.exp(log_p)
     return math.log(total) + uniform

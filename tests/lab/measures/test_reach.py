@@ -45,14 +45,12 @@ def test_a_window_of_32_reaches_no_further_than_its_layers():
     """A layer reads 31 tokens back, and two of them 62."""
     shares = measured(network("rope", pe={"window": 32}))
 
-    for name in (*ATTENTION, "gradient from layer 2 on"):
-        near, far = shares[name].split(2)
+    met = dict.fromkeys((*ATTENTION, "gradient from layer 2 on"), 2) | {"gradient": 3}  # of the distances
+    for name, n_met in met.items():
+        near, far = shares[name].tensor_split([n_met])
+
         assert near.all()
         assert not far.any()
-    near, far = shares["gradient"].split([3, 1])
-
-    assert near.all()
-    assert not far.any()
 
 
 def test_a_variant_is_measured_by_its_own_encodings():

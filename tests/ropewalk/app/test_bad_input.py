@@ -167,8 +167,7 @@ OPTION_FILES = [path for path in sorted(CONF_DIR.glob("*/*.yaml")) if path.paren
 def test_each_key_of_each_option_has_a_comment(path):
     group = path.parent.name
     keys = yaml.safe_load(path.read_text()).keys() - UNSAID
-    commented = described([CONF_DIR], group, path.stem)
-    assert {f"{group}.{key}" for key in keys} <= commented.keys()
+    assert keys <= described([CONF_DIR], group, path.stem).keys()
 
 
 WITHOUT_PYTORCH = """
