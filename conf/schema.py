@@ -255,6 +255,38 @@ class Config(Section):
         return sorted({round(ratio * self.train_len) for ratio in self.eval.lengths})
 
 
+# Keys in the files of older versions, each with the value that did nothing, the only one to be read; ...: any value did
+# nothing to the results.
+GONE = {
+    "data.lengths": None,
+    "dry_run": ...,
+    "eval.task_tolerance": ...,
+    "logger.csv": ...,
+    "logger.kind": ...,
+    "logger.log_model": ...,
+    "logger.trackio": ...,
+    "model.conv_at": "B",
+    "model.gate": "none",
+    "model.parallel": False,
+    "trainer.checkpoint_parts": ...,
+    "trainer.num_nodes": ...,
+}
+
+
+def without_gone(values: Any, prefix: str = "") -> Any:
+    """Return the values of a file without the keys that are gone. Raises ConfigError: one of them did something."""
+    if not isinstance(values, Mapping):
+        return values
+    kept = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if name not in GONE:
+            kept[key] = without_gone(value, f"{name}.")
+        elif GONE[name] not in (..., value):
+            raise ConfigError(f"{name}={value} is gone; version 0.2 has it")
+    return kept
+
+
 def defaults_of(schema: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     """{dotted key: default} of all fields of a section, and of those within it, that have one."""
     flat: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor
 
+from conf.schema import without_gone
 from model import position
 from model.gpt import GPT, parse_config
 from ropewalk.files import atomic_write, read_json, refuse_link, sealed, sha256, unsealed, write_json
@@ -82,7 +83,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
 
 def _checked(description: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of model.json that a network is built from, each converted to its type."""
-    cfg = parse_config(description["model"])
+    cfg = parse_config(without_gone(description["model"], "model."))
     pe = description["pe"]
     sizes = {key: int(description[key]) for key in ("vocab_size", "train_len", "original_len")}
     if not all(1 <= size < LARGEST for size in sizes.values()):

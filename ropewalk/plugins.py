@@ -12,6 +12,21 @@ from pydantic import create_model
 from conf.schema import Name, Section, parse
 
 T = TypeVar("T")
+# Where classes are now that runs of older versions name elsewhere.
+MOVED = {
+    "data.tasks.copy.Copy": "lab.tasks.copy.Copy",
+    "data.tasks.group.Group": "lab.tasks.group.Group",
+    "model.position.bias.NAPE": "lab.zoo.nape.NAPE",
+    "model.position.forget.StickBreaking": "lab.zoo.stick_breaking.StickBreaking",
+    "model.position.path.PaTH": "lab.zoo.path.PaTH",
+    "model.position.path.PaTHFoX": "lab.zoo.path.PaTHFoX",
+    "model.position.polar.PoPE": "lab.zoo.polar.PoPE",
+    "model.position.relative.Profiles": "lab.zoo.profiles.Profiles",
+    "model.position.rotary.XPos": "lab.zoo.xpos.XPos",
+    "model.position.selective.SelectiveRoPE": "lab.zoo.selective.SelectiveRoPE",
+    "model.position.windowed.LaMPE": "lab.zoo.squeezed.LaMPE",
+    "model.position.windowed.STRING": "lab.zoo.squeezed.STRING",
+}
 PLUGINS = "ROPEWALK_PLUGINS"  # environment variable: names of packages of the user's, separated by commas
 
 
@@ -39,7 +54,7 @@ def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
     if not target:
         raise ValueError(f"{group} needs a _target_: choose it by its group, as in {group}=NAME")
     # The package is checked before the import, since importing a module runs its code.
-    module, _, name = target.rpartition(".")
+    module, _, name = MOVED.get(target, target).rpartition(".")
     packages = [home, "lab", *os.environ.get(PLUGINS, "").replace(",", " ").split()]
     try:
         if not any(f"{module}.".startswith(f"{package}.") for package in packages):

@@ -30,7 +30,7 @@ import yaml
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, model_validator
 
-from conf.schema import Config, ConfigError, S, flatten, parse
+from conf.schema import Config, ConfigError, S, flatten, parse, without_gone
 from ropewalk.files import (
     append,
     copy_files,
@@ -322,7 +322,7 @@ def read_config(run: Path) -> dict[str, Any]:
     """Read the configuration of a run, as plain values. Raises ConfigError if the file is damaged."""
     path = run / "config.yaml"
     with naming_damage(path, RESTORE):
-        return parse(Config, read_yaml(path)).model_dump()
+        return parse(Config, without_gone(read_yaml(path))).model_dump()
 
 
 def check_identity(run: Path, identity: dict[str, Any]) -> None:

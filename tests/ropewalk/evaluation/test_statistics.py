@@ -53,7 +53,8 @@ def draw(rng, seeds, levels, between_runs):
 
 
 # Seeds, what they add, and how often intervals then cover the truth: one is not compared with others; several agree,
-# differ as means of the texts do, or disagree by four times as much.
+# differ as means of the texts do, or disagree by four times as much. Where three disagree, the degrees of freedom that
+# Satterthwaite's formula estimates are often too many: 0.92 of 3,000 draws.
 COVERED = [
     (1, 0.0, 0.95),
     (3, 0.0, 0.95),
