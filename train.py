@@ -6,7 +6,7 @@ python train.py --help                        every group and key
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    from ropewalk.app.start import run
+    from ropewalk.app.cli import run
 
     run("train")
 

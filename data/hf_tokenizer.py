@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class HFTokenizer(Tokenizer):
 
     def __init__(self, source: str) -> None:
         self.name = f"hf:{source}"
-        folder = hub_folder(source, [*FILES, "tokenizer.model"])
+        folder = hub_folder(source, FILES)
         paths = [folder / name for name in FILES]
         self.files = [path for path in paths if path.is_file()]
         values, self.backend = _read(folder, self.name)
@@ -122,11 +122,8 @@ def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
         with panics_are_errors(name):
             backend = tokenizers.Tokenizer.from_str(json.dumps(values))
     except FileNotFoundError:
-        problem = "no tokenizer.json"
-        if (folder / "tokenizer.model").exists():
-            problem = "tokenizer.model alone"
-        remedy = "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes tokenizer.json"
-        raise ValueError(f"data.tokenizer={name} has {problem}, which cannot be read: {remedy}") from None
+        remedy = "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it"
+        raise ValueError(f"data.tokenizer={name} has no tokenizer.json: {remedy}") from None
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"data.tokenizer={name}: tokenizer.json cannot be read: {error}") from None
     backend.encode_special_tokens = True  # text that looks like a special token is ordinary text
@@ -134,39 +131,31 @@ def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
 
 
 def _end_token(folder: Path, backend: Any, name: str) -> int:
-    """The id of the token that ends a text, from the first file of the folder that names one in the vocabulary."""
+    """The id of the token that ends a text, from the first file of the folder that names one."""
     for file in ("tokenizer_config.json", "generation_config.json", "config.json"):
         path = folder / file
-        if not path.is_file():
-            continue
-        end = _named_end(path, backend)
-        if end is None or backend.id_to_token(end) is None:
-            continue
+        # Files in the hub's cache are links.
+        end = _named_end(read_json(path.resolve()), backend) if path.is_file() else None
         # The end of a document must be certain: a token that ordinary text can also give would not mark it.
-        ids = backend.encode(backend.id_to_token(end), add_special_tokens=False).ids
-        if end not in ids:
+        if end is not None and end not in backend.encode(backend.id_to_token(end), add_special_tokens=False).ids:
             return end
-        break
     remedy = f"name one as eos_token in {folder}/tokenizer_config.json"
     raise ValueError(f"data.tokenizer={name} has no special token that ends a text: {remedy}")
 
 
-def _named_end(path: Path, backend: Any) -> int | None:
-    """The id of the end token that a file names, by its text or by its id. Raises ValueError if it is neither."""
-    values = read_json(path.resolve())  # files in the hub's cache are links
+def _named_end(values: Mapping[str, Any], backend: Any) -> int | None:
+    """The id of the end token that a file names, by its text or by its id; None if the vocabulary has no such token."""
     token = values.get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
-    if token:
-        if not isinstance(token, str):
-            raise ValueError(f"{path}: eos_token={token!r} must be the text of a token")
-        return backend.token_to_id(token)
     end = values.get("eos_token_id")
+    if token:
+        end = backend.token_to_id(str(token))
     if isinstance(end, list):  # several tokens may end a text; the first one is ours
-        end = end[0] if end else None
-    if end is not None and not (type(end) is int and 0 <= end < 2**32):
-        raise ValueError(f"{path}: eos_token_id={end!r} must be the id of a token")
-    return end
+        end = next(iter(end), None)
+    # Somebody else's file may have anything here.
+    is_id = type(end) is int and 0 <= end < MAX_RANK
+    return end if is_id and backend.id_to_token(end) is not None else None
 
 
 def _byte_pieces(backend: Any, vocab_size: int, name: str) -> tuple[list[bytes], torch.Tensor]:

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer
-from ropewalk.files import printable, read_json, sha256, whole_folder
+from ropewalk.files import read_json, sha256, whole_folder
 
-FORMAT = 6  # raised when the same documents and options give other files
+FORMAT = 7  # raised when the same documents and options give other files
 SAMPLED_BYTES = 2**27  # of a corpus, to train a vocabulary on
 HASHED_BYTES = 2**28  # when larger files are opened, only their size is checked
 DOCUMENTS = 256  # tokenised at a time
@@ -73,14 +73,10 @@ class Split:
     not_utf8: int  # documents in which bytes had to be replaced
     sha256: str  # of the token file
     files_sha256: str  # of the file with the numbers of files
-    first_not_utf8: str  # the first of these documents, by its file or number
 
     def __str__(self) -> str:
         size = f"{self.documents:,} documents, {self.tokens:,} tokens, {self.bytes / 1e6:,.1f} MB"
-        message = f"{self.name}: {size}; {self.repeated:,} repeated ones left out, {self.not_utf8:,} not UTF-8"
-        if self.first_not_utf8:
-            message += f", the first: {self.first_not_utf8}"
-        return message
+        return f"{self.name}: {size}; {self.repeated:,} repeated ones left out, {self.not_utf8:,} not UTF-8"
 
     def stream(self) -> np.ndarray:
         """All tokens, [tokens]."""
@@ -268,7 +264,6 @@ def _write_split(
     files_path = folder / f"{name}.files"
     counts = dict.fromkeys(("documents", "tokens", "bytes", "token_bytes", "repeated", "not_utf8"), 0)
     with_text = ((identity, text) for identity, text in documents if text)
-    first_not_utf8 = ""
     last_id = None
     file_number = -1
     with path.open("wb") as stream, files_path.open("wb") as files:
@@ -293,9 +288,7 @@ def _write_split(
                     last_id = identity
                 file_numbers.append(file_number)
                 counts["bytes"] += len(encoded)
-                if encoded != raw:
-                    counts["not_utf8"] += 1
-                    first_not_utf8 = first_not_utf8 or printable(identity)
+                counts["not_utf8"] += encoded != raw
             np.array(file_numbers, dtype="uint32").tofile(files)
             for ids in tokenizer.encode(texts):
                 np.append(ids, tokenizer.eot).astype(dtype).tofile(stream)
@@ -303,7 +296,7 @@ def _write_split(
                 counts["tokens"] += len(ids) + 1
                 counts["token_bytes"] += int(tokenizer.token_bytes[ids.astype(np.int64)].sum())
     hashes = {"sha256": sha256(path), "files_sha256": sha256(files_path)}
-    return {"name": name, "dtype": dtype, **counts, **hashes, "first_not_utf8": first_not_utf8}
+    return {"name": name, "dtype": dtype, **counts, **hashes}
 
 
 def _hash(values: Any) -> str:

@@ -266,7 +266,5 @@ def _check_tensors(pe: PositionEncoding, given: Mapping[str, Tensor]) -> None:
     shapes = {"q": (batch, pe.n_head, length, pe.head_dim), "k": of_keys, "v": of_keys, "x": (batch, length, pe.dim)}
     for name, tensor in given.items():
         if tensor.shape != shapes[name]:
-            layout = "[B, T, dim]" if name == "x" else "[B, H, T, D]"
-            wanted = f"{layout} = {shapes[name]}, as q has T = {length}"
             remedy = "of [B, T, H, D] take transpose(1, 2), and there is no cache"
-            raise ValueError(f"{name} is {tuple(tensor.shape)}, not {wanted}; {remedy}")
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, not {shapes[name]}, as q has T = {length}; {remedy}")

@@ -5,4 +5,4 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ropewalk.app.start import run as run
+from ropewalk.app.cli import run as run

@@ -31,16 +31,14 @@ class Counting(Task):
     version = 2
 
     variables: Annotated[int, Field(ge=1, le=26)] = 1  # how many there are: a, b, ...
-    weights: Sequence[float] = (1, 50, 7)  # of set, pass and increment
+    # Of set, pass and increment.
+    weights: Annotated[Sequence[Annotated[float, Field(ge=0)]], Field(min_length=3, max_length=3)] = (1, 50, 7)
     cap: Annotated[int, Field(ge=1, le=99)] = 10  # the largest value
 
     def __post_init__(self) -> None:
         self.weights = list(self.weights)
-        possible = len(self.weights) == 3 and all(0 <= weight < float("inf") for weight in self.weights)
-        if possible:
-            set_weight, pass_weight, add_weight = self.weights
-            possible = set_weight > 0 and add_weight <= 10 * (set_weight + pass_weight)
-        if not possible:
+        set_weight, pass_weight, add_weight = self.weights
+        if set_weight == 0 or add_weight > 10 * (set_weight + pass_weight):
             needs = "the weights of set (above 0), pass and increment; the last at most 10 times the sum of the others"
             raise ValueError(f"data.weights={self.weights} must be {needs}, or all programs end at the cap")
 

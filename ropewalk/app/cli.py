@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 import yaml
@@ -46,7 +46,7 @@ def program(schema: type[S]) -> Callable[[Callable[[S], Any]], Task]:
     return decorate
 
 
-def run(module: str) -> None:
+def run(module: str) -> NoReturn:
     """Run the program in `module`, which is imported once the command line of this process has proved right.
 
     Its `main` gets the configuration that Hydra composes, of the file in conf/ that has the module's last word for a
@@ -83,6 +83,7 @@ def run(module: str) -> None:
     except Exception as error:
         fail(error)
         raise
+    raise SystemExit(0)
 
 
 def _as_it_runs(config: DictConfig) -> str:
@@ -182,13 +183,10 @@ def recipe(config: DictConfig) -> str:
 
 
 def _search_path() -> list[str]:
-    """The override by which a user's own folders of options count like conf/; none outside of our programs."""
+    """The override by which a user's own folders of options count like conf/."""
     if not HydraConfig.initialized():
         return []
-    section = HydraConfig.get()
-    if str(CONF_DIR) not in [source.path for source in section.runtime.config_sources]:
-        return []  # a program of somebody who uses Ropewalk
-    return [override for override in section.overrides.hydra if override.startswith("hydra.searchpath")]
+    return [override for override in HydraConfig.get().overrides.hydra if override.startswith("hydra.searchpath")]
 
 
 def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,9 +111,8 @@ class RunDir:
         refuse_links(self.path)
         differences = self._differences() if self.begun else []
         if differences:
-            title = f"{self.path} holds a run with another configuration:"
             remedy = "choose another name=..., or overwrite=true to lose that run"
-            raise ConfigError("\n".join([title, *differences, remedy]))
+            raise ConfigError("\n".join([f"{self.path} holds a run with another configuration:", *differences, remedy]))
 
     @contextmanager
     def lock(self) -> Iterator[None]:

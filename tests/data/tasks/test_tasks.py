@@ -161,7 +161,7 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize(("name", "option", "values"), OUT_OF_RANGE)
 def test_an_option_out_of_range_is_an_error_that_names_it(name, option, values):
     for value in values:
-        with pytest.raises(ValueError, match=rf"data\.{option}=.* (must|should) be "):
+        with pytest.raises(ValueError, match=rf"data\.{option}=.* (must|should) "):
             build(name, **{option: value})
 
 
