@@ -6,10 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import snapshot, train_here
 
 from lab.board import board, page, rules, trials
 from model.gpt import GPT
+from model.position.rotary import Rotary
 from model.size import n_parameters
 from ropewalk.app.cli import encoding
 from scripts import enter as program
@@ -112,14 +114,31 @@ def test_what_is_not_committed_has_no_seeds_yet(entries, enter):
     assert "commit" in enter("2026-01-02-mine", code=2).err
 
 
-def test_size_and_cost_are_multiples_of_those_of_rope():
-    cope = trials.configuration(*board.TEXTS, *TRACK, pe=encoding("cope"))
-    counts = n_parameters(GPT(cope.model, cope.pe, vocab_size=10, train_len=16))
+class Heavy(Rotary):
+    """RoPE with a table of positions that nobody reads, and a sum over millions of numbers in each step."""
 
-    parameters, cost = board.size_and_cost(cope)
+    def __init__(self, shape, **options):
+        super().__init__(shape, **options)
+        self.unused = torch.nn.Parameter(torch.zeros(1000))
 
-    assert parameters == pytest.approx(counts["total"] / (counts["total"] - counts["position"]), abs=1e-4)
-    assert cost > 1
+    def reset_parameters(self, generator):
+        torch.nn.init.zeros_(self.unused)
+
+    def tables(self, pos, length):
+        sum(range(3_000_000))
+        return super().tables(pos, length)
+
+
+def test_size_and_cost_are_multiples_of_those_of_rope(monkeypatch):
+    monkeypatch.setenv("ROPEWALK_PLUGINS", __name__)
+    rope = encoding("rope")
+    heavy = trials.configuration(*board.TEXTS, *TRACK, pe=rope | {"_target_": f"{__name__}.Heavy"})
+    of_rope = n_parameters(GPT(heavy.model, rope, vocab_size=10, train_len=16))["total"]
+
+    parameters, cost = board.size_and_cost(heavy)
+
+    assert parameters == pytest.approx(1 + 1000 / of_rope, abs=1e-4)
+    assert cost > rules.COST
 
 
 def test_the_page_of_this_repository_is_what_its_verdicts_make():
