@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from conf.schema import Config, ConfigError, GPTConfig
+from conf.schema import Config, ConfigError, GPTConfig, parse
 from data.base import Data
 from data.text import TextData
 from model import position, serialization
-from model.gpt import GPT, parse_config
+from model.gpt import GPT
 from model.position.base import NO_ENCODING
 from model.position.network import family_of
 from ropewalk import hf
 from ropewalk.app.cli import encoding
-from ropewalk.training.sharding import assign
+from ropewalk.training.ranks import assign
 
 Options = Mapping[str, Any]
 _NOT_SHARED = ("name", "_target_", "scale", "train_scale", "attention_factor")  # the last belongs to the scale
@@ -146,7 +146,7 @@ def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = Fal
 
     Raises ConfigError: this encoding cannot read these weights; names the `remedy`.
     """
-    model, length = parse_config(trained["model"]), trained["train_len"]
+    model, length = parse(GPTConfig, trained["model"]), trained["train_len"]
     _, old_net = resolve_encoding(trained["pe"], model, length)
     options, net = resolve_encoding(pe, model, length)
     family, old_family = family_of(net.encodings), family_of(old_net.encodings)

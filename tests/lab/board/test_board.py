@@ -27,7 +27,7 @@ class Mine(Rotary):
 TRACK = [
     "model.n_layer=1", "model.dim=16", "model.n_head=2", "model.head_dim=8", "trainer.max_steps=2",
     "trainer.batch_size=2", "trainer.val_tokens=64", "trainer.val_every=2", "trainer.accelerator=cpu", "train_len=16",
-    "eval.lengths=[1,8]", "eval.target_tokens=8", "eval.sequences=2", "eval.by_position=false", "optim.warmup_steps=1",
+    "eval.lengths=[1,8]", "eval.target_tokens=8", "eval.sequences=2", "optim.warmup_steps=1",
 ]  # fmt: skip
 FILES = {
     "2026-01-01-rope/pe.yaml": "pe: rope\n",
@@ -97,7 +97,8 @@ def test_entries_become_lines_verdicts_and_a_page(entries, enter, tmp_path):
     configured = board.configured(board.load(entries / names[0]), [*TRACK, f"runs_dir={tmp_path / 'runs'}"])
     runs = board.runs_of(configured, rope["seeds"])
     losses = trials.losses(runs[0])
-    short, long = (losses[length].sample.values.sum() / losses[length].sample.units.sum() for length in (16, 128))
+    samples = [losses[length]["sample"] for length in (16, 128)]
+    short, long = (sample.values.sum() / sample.units.sum() for sample in samples)
 
     assert rope["measured"]["gain"][0][0] == pytest.approx(short - long, abs=1e-6)
     assert [run.data["texts"] for run in runs] == 2 * rope["seeds"]
