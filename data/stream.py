@@ -17,8 +17,6 @@ from data.prepare import Source, Split, prepare, trained_tokenizer
 from data.sampler import feistel_permutation
 from data.tokenizer import Tokenizer
 
-FEW = 5  # documents: fewer of them tell little
-
 
 @dataclass(kw_only=True, eq=False)
 class TextData(Data):
@@ -112,14 +110,7 @@ class TextData(Data):
         return self.encoder.bos
 
     def describe(self, length: int) -> list[str]:
-        lines = [f"data: {self._split('train').folder}"]
-        for split in self.prepared.values():
-            lines.append(f"  {split}")
-            if split.documents < FEW:
-                lines.append(
-                    f"  warning: {split.name} has {split.documents} documents: add files, or change val_fraction"
-                )
-        return lines
+        return [f"data: {self._split('train').folder}", *(f"  {split}" for split in self.prepared.values())]
 
     def _split(self, name: str, length: int = 0) -> Split:
         """Return a split. Raises ValueError unless it has a window of `length` tokens and its targets."""

@@ -17,7 +17,6 @@ from model.generation import generate
 from model.gpt import GPT
 from model.position import PositionEncoding, Shape, layer
 from model.position.network import for_length
-from model.size import n_parameters
 from ropewalk.app import cli
 from ropewalk.app.init_from import opened
 from ropewalk.app.run_dir import check_identity, data_options
@@ -43,10 +42,6 @@ class Model:
     def __init__(self, net: GPT, data: Data) -> None:
         self.net = net
         self.data = data
-
-    def __repr__(self) -> str:
-        parameters = n_parameters(self.net)["total"]
-        return f"<ropewalk.Model: {parameters:,} parameters, trained at {self.net.train_len:,} tokens>"
 
     @checked
     def encode(self, text: str | Tensor) -> Tensor:
