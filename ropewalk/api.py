@@ -19,8 +19,8 @@ from model.position import PositionEncoding, Shape, layer
 from model.position.network import for_length
 from ropewalk.app import cli
 from ropewalk.app.init_from import opened
+from ropewalk.app.resolve import variants
 from ropewalk.app.run_dir import check_identity, data_options
-from ropewalk.app.trained import variants
 from ropewalk.report import frame, table
 
 MAX_LEN = 2**24  # tokens: the longest training length
