@@ -29,10 +29,10 @@ from model.position.network import Encodings, metrics_of
 from model.reading import Reading
 from model.size import flops_per_token, n_parameters
 from ropewalk.app.ending import show_results
-from ropewalk.app.resolve import for_this_machine
+from ropewalk.app.init_from import load_weights, vocab_size
+from ropewalk.app.resolve import base_model, for_this_machine, original_len
 from ropewalk.app.run_dir import RunDir, Validation, check_identity
 from ropewalk.app.sweep import configure
-from ropewalk.app.trained import base_model, load_weights, original_len, vocab_size
 from ropewalk.evaluation import loggers, loop
 from ropewalk.files import sealed, write_json
 from ropewalk.training import checkpoints, distributed, rows

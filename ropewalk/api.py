@@ -17,11 +17,10 @@ from model.generation import generate
 from model.gpt import GPT
 from model.position import PositionEncoding, Shape, layer
 from model.position.network import for_length
-from model.size import n_parameters
 from ropewalk.app import cli
 from ropewalk.app.init_from import opened
+from ropewalk.app.resolve import variants
 from ropewalk.app.run_dir import check_identity, data_options
-from ropewalk.app.trained import variants
 from ropewalk.report import frame, table
 
 MAX_LEN = 2**24  # tokens: the longest training length
@@ -43,10 +42,6 @@ class Model:
     def __init__(self, net: GPT, data: Data) -> None:
         self.net = net
         self.data = data
-
-    def __repr__(self) -> str:
-        parameters = n_parameters(self.net)["total"]
-        return f"<ropewalk.Model: {parameters:,} parameters, trained at {self.net.train_len:,} tokens>"
 
     @checked
     def encode(self, text: str | Tensor) -> Tensor:
@@ -259,10 +254,7 @@ def attend(
 
 def _check_tensors(pe: PositionEncoding, given: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless the tensors are those of one call of `attend`."""
-    q = given["q"]
-    if q.dim() != 4:
-        raise ValueError(f"q has the shape {tuple(q.shape)}, not [B, H, T, D]")
-    batch, _, length, _ = q.shape
+    batch, *_, length, _ = given["q"].shape
     of_keys = (batch, pe.n_kv_head, length, pe.head_dim)
     shapes = {"q": (batch, pe.n_head, length, pe.head_dim), "k": of_keys, "v": of_keys, "x": (batch, length, pe.dim)}
     for name, tensor in given.items():
