@@ -187,7 +187,7 @@ class Training:
         totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.ranks.fabric.device)
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
-        with Stop(t.time_limit) as stop:
+        with Stop() as stop:
             for step in range(progress.step + 1, t.max_steps + 1):
                 step_totals, norm = self.step(step, batches, self.plan.at(step))
                 totals += step_totals
@@ -218,14 +218,13 @@ class Training:
 
                 # After the checkpoint, so that nothing is lost.
                 if due.stopping:
-                    reason = stop.reason or "another process was told to stop"
-                    print(f"{reason}: stopped after step {step}; rerun the same command to resume")
-                    raise SystemExit(INTERRUPTED if due.interrupted else STOPPED)
+                    break
 
-            # A signal during the last step or what followed it. All is saved, and the measurements can wait.
-            signalled, interrupted = distributed.any_rank(stop.signalled, stop.reason == "SIGINT")
-            if signalled:
-                print("trained to the end, and told to stop: rerun the same command to measure")
+            # Also after a signal during the last step or what followed it: all is saved, and measurements can wait.
+            stopping, interrupted = distributed.any_rank(bool(stop.signal), stop.signal == "SIGINT")
+            if stopping:
+                reason = stop.signal or "another process was told to stop"
+                print(f"{reason}: stopped after step {progress.step}; rerun the same command to resume")
                 raise SystemExit(INTERRUPTED if interrupted else STOPPED)
 
     def micro_batches(self, start_step: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,6 +7,7 @@ _TRIAL = "experiment=quick is a run of seconds"
 _FILES = "data=text data.files='FOLDER/**/*' reads your own files"
 _SLURM = "a package of its own, pip install -e '.[slurm]'"
 _HUB = "data=hf data.path=NAME reads a dataset of the hub"
+_TIMEOUT = "`timeout --preserve-status 230m python train.py ...` stops it after a checkpoint"
 _FP16 = "there is no fp16, whose gradients would need scaling: trainer.precision=bf16-mixed"
 
 # Key, last word of a key, WORD=VALUE, GROUP=OPTION or WORD=TYPE -> the answer.
@@ -63,7 +64,7 @@ FOREIGN = {
     "max_iters": "trainer.max_steps",
     "max_position_embeddings": "train_len",
     "max_seq_length": "train_len",
-    "max_time": "trainer.time_limit, in minutes",
+    "max_time": _TIMEOUT,
     "model.pe": "pe=NAME",
     "n_embd": "model.dim",
     "num_attention_heads": "model.n_head",
@@ -98,6 +99,7 @@ FOREIGN = {
     "strategy=ddp_find_unused_parameters_true": "trainer=ddp",
     "strategy=deepspeed": "trainer=fsdp, or trainer=ddp",
     "task_name": "name",
+    "time_limit": _TIMEOUT,
     "trainer.logger": "logger=wandb, or another",
     "val_check_interval": "trainer.val_every",
     "vocab_size": "data.tokenizer decides it, as in data.tokenizer=train:4096",

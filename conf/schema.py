@@ -94,7 +94,6 @@ class Trainer(Section):
     max_position: Annotated[Count, Field(le=2**24)] | None  # each step draws from so many: 8 bytes each
     short_window: Count | None = None
     keep_checkpoints: Count
-    time_limit: float | None = Field(gt=0)
     accelerator: Accelerator
     strategy: Literal["auto", "ddp", "fsdp"]
     devices: Count | Literal["auto"]
@@ -271,6 +270,7 @@ GONE = {
     "model.parallel": False,
     "trainer.checkpoint_parts": ...,
     "trainer.num_nodes": ...,
+    "trainer.time_limit": ...,
 }
 
 

@@ -195,7 +195,8 @@ def test_a_full_disk(train, run, straight, fill_disk):
 
 
 def test_changed_and_deleted_data_are_refused(train, run):
-    train("pe=rope", "trainer.time_limit=1e-9", code=STOPPED)
+    with On(STEP, 1, partial(signal.raise_signal, signal.SIGTERM)):
+        train("pe=rope", code=STOPPED)
     before = snapshot(run)
     for path in train.corpus.iterdir():
         path.write_text(path.read_text() + "loose ends")

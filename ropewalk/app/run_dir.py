@@ -88,7 +88,7 @@ class Environment(BaseModel):
 FREE = (
     "name", "overwrite", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices", "trainer.num_nodes",
     "trainer.replicas", "trainer.context_parallel", "trainer.checkpoint", "trainer.deterministic",
-    "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir",
+    "trainer.keep_checkpoints", "data.cache_dir",
 )  # fmt: skip
 
 

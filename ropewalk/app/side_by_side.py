@@ -58,7 +58,7 @@ def train_all(runs: Sequence[Config]) -> list[str]:
         The names of those that failed.
 
     Raises:
-        SystemExit: stopped by a signal or a run's time limit, with checkpoints; the same call resumes.
+        SystemExit: stopped by a signal, with checkpoints; the same call resumes.
     """
     waiting = to_do(runs)
     at_once = min(processes(runs[0]), len(waiting) or 1)

@@ -1,4 +1,4 @@
-"""What follows an optimizer step: a row, a validation, an evaluation, a checkpoint, or an end by a signal or time."""
+"""What follows an optimizer step: a row, a validation, an evaluation, a checkpoint, or an end by a signal."""
 
 import signal
 import threading
@@ -14,19 +14,14 @@ INTERRUPTED = 130  # after Ctrl-C, as in shells
 
 
 class Stop:
-    """The request to end training after the current optimizer step: by a signal, or by the time limit.
+    """The request to end training after the current optimizer step, by a signal.
 
     Inside the context SIGTERM and SIGUSR1, with which clusters announce the end of a job, and Ctrl-C only set a flag. A
     second Ctrl-C ends the process at once.
-
-    Args:
-        minutes: the time limit, counted from now; None: no limit.
     """
 
-    def __init__(self, minutes: float | None) -> None:
-        self.minutes = minutes
-        self.started = time.monotonic()
-        self.reason: str | None = None  # name of the signal, or the option that set the limit
+    def __init__(self) -> None:
+        self.signal = ""  # name of the last one that has come
         self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -40,21 +35,10 @@ class Stop:
             signal.signal(number, handler)
 
     def _note(self, number: int, _: object) -> None:
-        self.reason = signal.Signals(number).name
+        self.signal = signal.Signals(number).name
         # A step may take minutes: a second Ctrl-C kills the process.
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    @property
-    def signalled(self) -> bool:
-        """True after a signal, which is more pressing than the time limit."""
-        return (self.reason or "").startswith("SIG")
-
-    def __bool__(self) -> bool:
-        """True once training should end."""
-        if self.reason is None and self.minutes is not None and time.monotonic() - self.started > 60 * self.minutes:
-            self.reason = f"trainer.time_limit={self.minutes:g} minutes"
-        return self.reason is not None
 
 
 @dataclass
@@ -66,7 +50,6 @@ class Due:
     measuring: bool
     saving: bool
     stopping: bool
-    interrupted: bool  # by Ctrl-C, which has an exit code of its own
 
 
 def due_after(step: int, cfg: Config, stop: Stop, saved: float) -> Due:
@@ -74,9 +57,8 @@ def due_after(step: int, cfg: Config, stop: Stop, saved: float) -> Due:
     t = cfg.trainer
     last = step == t.max_steps
     late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
-    stopping = bool(stop) and not last
     # Signals and clocks differ among ranks, but saving and stopping take all of them: if one rank must, all do.
-    stopping, interrupted, late = any_rank(stopping, stop.reason == "SIGINT", late)
+    stopping, late = any_rank(bool(stop.signal), late)
     validating = step % t.val_every == 0 or last
     return Due(
         validating=validating,
@@ -84,5 +66,4 @@ def due_after(step: int, cfg: Config, stop: Stop, saved: float) -> Due:
         measuring=step in cfg.eval.at,
         saving=step % t.checkpoint_every == 0 or last or late or stopping,
         stopping=stopping,
-        interrupted=interrupted,
     )

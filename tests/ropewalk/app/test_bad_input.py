@@ -112,7 +112,7 @@ CASES = [
     ("out_dir=out", "runs_dir"),
     ("eval_interval=10", "trainer.val_every"),
     ("model.hidden_size=64", "model.dim"),
-    ("trainer.max_time=9", "trainer.time_limit"),
+    ("trainer.max_time=9", "timeout --preserve-status"),
     ("pe=rotary", "pe=rope"),
     ("data=shakespeare", "data.files="),
     ("data=openwebtext", "data.path="),
