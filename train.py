@@ -41,7 +41,7 @@ from ropewalk.training.hardware import Hardware, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from ropewalk.training.plan import Plan, draw_positions
 from ropewalk.training.ranks import Ranks, assign
-from ropewalk.training.stop import INTERRUPTED, STOPPED, Stop, due_after
+from ropewalk.training.stop import INTERRUPTED, STOPPED, Stop
 
 if TYPE_CHECKING:  # slow to import: `distributed.launch` does it, after the configuration is checked
     from lightning.fabric import Fabric
@@ -134,7 +134,7 @@ class Training:
     """A network, its optimizer and its data.
 
     Args:
-        net: if it is on the device "meta", it gets memory where it is trained, but no values.
+        net: on the device "meta"; it gets memory where it is trained, but no values.
     """
 
     def __init__(self, fabric: "Fabric", cfg: Config, hardware: Hardware, data: Data, net: GPT) -> None:
@@ -164,11 +164,7 @@ class Training:
             return Progress()
         progress = checkpoints.resume(run.checkpoints, self.net, self.optimizer)
         rows.check_rows(run, progress)
-        if progress.step:
-            ending = ": trained to the end, some measurements are missing" if run.complete else ""
-            print(f"continuing {run.path} after step {progress.step}{ending}")
-        elif self.cfg.trainer.max_steps:
-            print(f"{run.path} has no checkpoint yet: it is trained from the start")
+        print(f"continuing {run.path} after step {progress.step}")
         return progress
 
     def fit(self, run: RunDir, logger: Any, progress: Progress) -> None:
@@ -193,8 +189,15 @@ class Training:
                 totals += step_totals
                 norms.append(norm)
 
-                due = due_after(step, cfg, stop, saved)
-                if due.logging or due.measuring or due.saving:
+                # Signals and clocks differ among ranks, but stopping and saving take all of them.
+                late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
+                stopping, late = distributed.any_rank(bool(stop.signal), late)
+                last = step == t.max_steps
+                validating = step % t.val_every == 0 or last
+                logging = step % t.log_every == 0 or step == 1 or validating
+                measuring = step in cfg.eval.at
+                saving = step % t.checkpoint_every == 0 or last or late or stopping
+                if logging or measuring or saving:
                     # A GPU only queues steps. Reading their norms waits for them, and then the clock is read.
                     check_finite(self.net, norms, step, cfg.optim)
                     norms.clear()
@@ -203,12 +206,12 @@ class Training:
                     progress.loss_sum, progress.loss_weight = totals.tolist()
                     progress.peak_memory = max(progress.peak_memory, peak_memory(self.hardware.device))
                     # The row comes before the checkpoint, which says how many rows there are.
-                    if due.logging:
-                        self.log(run, logger, progress, norm, validating=due.validating)
+                    if logging:
+                        self.log(run, logger, progress, norm, validating=validating)
                         totals.zero_()
-                    if due.measuring:
+                    if measuring:
                         self.measure(run, step)
-                    if due.saving:
+                    if saving:
                         # The rows must reach the disk before the checkpoint that counts them.
                         run.sync()
                         checkpoints.save(run.checkpoints, self.net, self.optimizer, progress, keep=t.keep_checkpoints)
@@ -217,7 +220,7 @@ class Training:
                     started = time.perf_counter()
 
                 # After the checkpoint, so that nothing is lost.
-                if due.stopping:
+                if stopping:
                     break
 
             # Also after a signal during the last step or what followed it: all is saved, and measurements can wait.

@@ -147,12 +147,8 @@ def packed(idx: Tensor, end: int | None) -> Reading:
 
     # All pieces of one width are one call of attention, so widths should be few. A power of two at most doubles a piece
     # that is not shorter than SHORTEST.
-    choices = []
-    power_of_two = SHORTEST
-    while power_of_two < length:
-        choices.append(power_of_two)
-        power_of_two *= 2
-    all_widths = torch.tensor([*choices, length])  # ascending
+    doubled = [SHORTEST * 2**n for n in range(length.bit_length())]
+    all_widths = torch.tensor([*(width for width in doubled if width < length), length])  # ascending
     widths = all_widths[torch.searchsorted(all_widths, sizes)]  # of each piece the least that holds it
     rows = []
     place = torch.empty(total, dtype=torch.long)

@@ -74,10 +74,8 @@ def describe(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} has format {version!r}, this version reads {FORMAT}: use the version that wrote it")
     try:
         return unsealed(description) | _checked(description)
-    except KeyError as error:
-        raise ValueError(f"{path} lacks {error}") from None
-    # The file may have been edited by hand, with a value of any type under any key.
-    except (ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
+    # The file may have been edited by hand: without a key, or with a value of any type under it.
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 

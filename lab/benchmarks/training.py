@@ -22,6 +22,7 @@ from ropewalk.app import cli
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware, tune
 from ropewalk.training.optimizer import learning_rate, make_optimizer
+from ropewalk.training.ranks import assign
 from train import Training
 
 
@@ -47,13 +48,14 @@ def timed(losses: Iterator[Tensor], steps: int) -> Callable[[], float]:
 
 
 def made(cfg: Config) -> tuple[Hardware, Any, GPT]:
-    """The hardware, the data and the network of a run."""
+    """The hardware, the data and the network of a run, on the device "meta"."""
     t = cfg.trainer
     hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile, kernels=t.kernels)
     tune(hardware.device)
     data = build_data(cfg.data)
     data.prepare()
-    net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
+    with torch.device("meta"):
+        net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len)
     return hardware, data, net
 
 
@@ -62,6 +64,7 @@ def trained(cfg: Config) -> Iterator[Tensor]:
     hardware, data, net = made(cfg)
     with distributed.launch(cfg.trainer, hardware) as fabric:
         training = Training(fabric, cfg, hardware, data, net)
+        net.init_weights(cfg.seed, assign)
         batches = training.micro_batches(start_step=0)
         for step in count(1):
             totals, _ = training.step(step, batches, training.plan.at(step))
@@ -71,7 +74,10 @@ def trained(cfg: Config) -> Iterator[Tensor]:
 def bare(cfg: Config) -> Iterator[Tensor]:
     """Train the same network by the shortest loop, with the same settings for CPUs, and yield the loss of each step."""
     hardware, data, net = made(cfg)
-    net = net.to(hardware.device, torch.bfloat16 if hardware.precision == "bf16-true" else None)
+    net.materialise(hardware.device)
+    net.init_weights(cfg.seed)
+    if hardware.precision == "bf16-true":
+        net = net.to(torch.bfloat16)
     distributed.install_kernels(net.encodings, hardware)
     optimizer = make_optimizer(net, cfg.optim)
     batches = micro_batches(data, cfg.batch_shape, cfg.seed, pin_memory=hardware.device == "cuda")

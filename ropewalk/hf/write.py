@@ -27,7 +27,7 @@ A {name} written by Ropewalk: position encoding {pe} at scale {scale:g}, trained
     tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
     model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)
 
-{needs}
+Transformers before 4.53 ignores layer_types: read layers of several kinds with a newer version.
 """
 
 
@@ -74,19 +74,15 @@ def export(
         model.save_pretrained(folder)
         if tokenizer:
             tokenizer(folder)
-        needs = _write_configs(folder, rope.layers(model.config), bos_token_id, eos_token_id)
+        _write_configs(folder, bos_token_id, eos_token_id)
         values = {"name": name, "pe": description["pe"]["name"], "scale": scale, "train_len": net.train_len}
-        write_text(folder / "README.md", CARD.format(**values, needs=needs))
+        write_text(folder / "README.md", CARD.format(**values))
         folder.replace(out)  # an error if another process has written it meanwhile
     return name
 
 
-def _write_configs(folder: Path, layers: list[rope.Layer], bos_token_id: int | None, eos_token_id: int | None) -> str:
-    """Complete config.json and generation_config.json by what other programs, and older versions, look for.
-
-    Returns:
-        A note on the versions of transformers that read it, or "".
-    """
+def _write_configs(folder: Path, bos_token_id: int | None, eos_token_id: int | None) -> None:
+    """Complete config.json and generation_config.json by what other programs, and older versions, look for."""
     # The tokenizer's files may name several tokens that end a text. They stay if ours is one of them.
     generation = read_json(folder / GENERATION)
     ends = generation.get("eos_token_id")
@@ -105,11 +101,6 @@ def _write_configs(folder: Path, layers: list[rope.Layer], bos_token_id: int | N
         values["rope_scaling"] = None if rotation["rope_type"] == "default" else rotation
     values |= {key: rotation[key] for key in ("rope_theta", "partial_rotary_factor") if key in rotation}
     write_json(folder / "config.json", values)
-    # Before `layer_types` all layers of Qwen had the window, or none; and all but each sixth of Gemma 3.
-    kind = values["model_type"]
-    if kind == "gemma3_text" or (kind in ("qwen2", "qwen3") and len({layer.window for layer in layers}) > 1):
-        return "Read it with transformers 4.53 or newer: older ones ignore layer_types."
-    return ""
 
 
 def _kind_of(net: GPT) -> str:
@@ -122,10 +113,9 @@ def _kind_of(net: GPT) -> str:
     # One that lacks the kind of positions is worse than one that lacks other settings.
     badness = {kind: (any(key.startswith("pe=") for key in lacking), len(lacking)) for kind, lacking in refused.items()}
     nearest = min(refused, key=badness.__getitem__)
-    lacking = []
-    if refused[nearest]:
-        name = ARCHITECTURES[nearest].name
-        lacking.append(f"the nearest model of transformers, {name}, cannot have {' and '.join(refused[nearest])}")
+    wanted = " and ".join(refused[nearest])
+    model = f"the nearest model of transformers, {ARCHITECTURES[nearest].name}"
+    lacking = [f"{model}, cannot have {wanted}"] if wanted else []
     for pe in net.distinct_encodings:
         if type(pe) is not PositionEncoding and not isinstance(pe, Learned):
             lacking += rope.more_than_frequencies(pe)

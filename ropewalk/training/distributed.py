@@ -154,20 +154,12 @@ def _is_child() -> bool:
 
 
 def resolve_devices(devices: int | str, *, device: str) -> int:
-    """Return the number of processes on each machine.
-
-    "auto" means as many as a launcher started, or one for each GPU.
-
-    Raises:
-        ValueError: a launcher started another number.
-    """
+    """Return the number of processes on each machine: as many as a launcher started; of "auto" one for each GPU."""
     launcher = started_by()
+    if launcher.name:
+        return launcher.on_this_machine
     if devices == "auto":
-        gpus = torch.cuda.device_count() if device == "cuda" else 1
-        devices = launcher.on_this_machine if launcher.name else gpus
-    if launcher.name and devices != launcher.on_this_machine:
-        started = f"{launcher.name} started {launcher.world_size} processes, {launcher.on_this_machine} on this machine"
-        raise ValueError(f"trainer.devices={devices}, but {started}: trainer=ddp takes them all")
+        return torch.cuda.device_count() if device == "cuda" else 1
     return int(devices)
 
 

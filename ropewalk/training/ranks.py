@@ -31,7 +31,7 @@ class Ranks:
 
     Args:
         fabric: has launched all processes.
-        net: if it is on the device "meta", its parameters then lie where they are trained, without values.
+        net: on the device "meta"; its parameters then lie where they are trained, without values.
     """
 
     def __init__(self, fabric: "Fabric", net: GPT, cfg: Config, hardware: Hardware) -> None:
@@ -42,7 +42,7 @@ class Ranks:
         self.sharded = cfg.trainer.strategy == "fsdp"
         if hardware.compile:
             compile_parts(net, loss=not self.sharded, stages=len(cfg.stages) + 1)
-        if net.embedding.weight.is_meta and not self.sharded:  # else each rank makes its part: see `shard`
+        if not self.sharded:  # else each rank makes its part: see `shard`
             net.materialise("cpu")
         self.model = fabric.setup_module(net)  # wrapped by the strategy
 
@@ -88,8 +88,8 @@ def compile_parts(net: GPT, *, loss: bool, stages: int = 1) -> None:
 def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
     """Shard `net` in place over the ranks. Each block is a unit, gathered when it runs.
 
-    `mesh` is [replicas, ranks of a replica], as `ropewalk.training.distributed` asks Fabric for it. A network
-    on the device "meta" gets memory for its shards, without values.
+    `mesh` is [replicas, ranks of a replica], as `ropewalk.training.distributed` asks Fabric for it. The
+    network, on the device "meta", gets memory for its shards, without values.
 
     In bf16-mixed the gathered weights are bf16 and freed after each unit; autocast alone would keep a bf16 copy of all
     of them from the forward to the backward pass. The inputs of a block are not cast, as the tables of positions need
@@ -104,15 +104,11 @@ def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
     whole = {p for pe in net.distinct_encodings for p in pe.parameters()}
     if hardware.precision == "bf16-mixed":
         whole.update(p for p in net.parameters() if p.ndim < 2)
-    if not net.embedding.weight.is_meta:
-        for p in whole:
-            p.data = p.data.to(hardware.device)
     if mesh.size(0) == 1:
         mesh = mesh[SHARDS]
     for module in (*net.blocks, net):
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
-    if net.embedding.weight.is_meta:
-        net.materialise(hardware.device)  # so no rank ever holds more than its shards
+    net.materialise(hardware.device)  # so no rank ever holds more than its shards
     return net
 
 

@@ -79,14 +79,7 @@ def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, size: Mappin
         size: the counts of `net`, as in training.json.
     """
     t = cfg.trainer
-    ranks = world_size()
-    micro_batch = t.batch_size * t.context_parallel // t.grad_accum_steps // ranks
-    processes = "1 process" if ranks == 1 else f"{ranks} processes"
-    print(f"run {cfg.name}: {t.max_steps} steps of {t.batch_size} x {cfg.train_len} tokens, in micro-batches of "
-          f"{micro_batch} on {processes}")  # fmt: skip
-    for number, stage in enumerate(cfg.stages):
-        when = "then" if number else "first"
-        print(f"  {when} {stage.steps} steps of {cfg.step_tokens // stage.train_len} x {stage.train_len} tokens")
+    print(f"run {cfg.name}: {t.max_steps} steps of {t.batch_size} x {cfg.train_len} tokens, processes: {world_size()}")
     print(*data.describe(cfg.train_len), sep="\n")
     counts = "{total:,} parameters ({embedding:,} embedding, {position:,} position)".format_map(size["parameters"])
     print(f"model: {counts}, {size['flops_per_token'] / 1e6:.1f} MFLOP a token")

@@ -1,13 +1,8 @@
-"""What follows an optimizer step: a row, a validation, an evaluation, a checkpoint, or an end by a signal."""
+"""The end of training by a signal."""
 
 import signal
 import threading
-import time
-from dataclasses import dataclass
 from typing import Any, Self
-
-from conf.schema import Config
-from ropewalk.training.distributed import any_rank
 
 STOPPED = 75  # exit code, os.EX_TEMPFAIL "try again later": a job script requeues on it and on no other
 INTERRUPTED = 130  # after Ctrl-C, as in shells
@@ -39,31 +34,3 @@ class Stop:
         # A step may take minutes: a second Ctrl-C kills the process.
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@dataclass
-class Due:
-    """The work that follows an optimizer step."""
-
-    validating: bool
-    logging: bool
-    measuring: bool
-    saving: bool
-    stopping: bool
-
-
-def due_after(step: int, cfg: Config, stop: Stop, saved: float) -> Due:
-    """Return what is due after `step`, if the last checkpoint was saved at the time `saved`. All ranks agree."""
-    t = cfg.trainer
-    last = step == t.max_steps
-    late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
-    # Signals and clocks differ among ranks, but saving and stopping take all of them: if one rank must, all do.
-    stopping, late = any_rank(bool(stop.signal), late)
-    validating = step % t.val_every == 0 or last
-    return Due(
-        validating=validating,
-        logging=step % t.log_every == 0 or validating or step == 1,
-        measuring=step in cfg.eval.at,
-        saving=step % t.checkpoint_every == 0 or last or late or stopping,
-        stopping=stopping,
-    )

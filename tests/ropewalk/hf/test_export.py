@@ -180,7 +180,9 @@ def test_an_older_version_computes_the_same_or_refuses(tmp_path):
         net, pe = build(**arguments)
         folder = tmp_path / name
         exported(net, pe, folder, scale=largest_scale(net))
-        if "or newer" not in (folder / "README.md").read_text():
+        config = json.loads((folder / "config.json").read_text())
+        # Before 4.53 all layers of Qwen had the window, or none; and all but each sixth of Gemma 3.
+        if len(set(config.get("layer_types", ""))) < 2 and config["model_type"] != "gemma3_text":
             encodings = at_scale(net.encodings, largest_scale(net), TRAIN_LEN)
             expected[folder] = net(tokens(128), encodings=encodings)[..., :VOCAB]
             torch.save(tokens(128), folder / "tokens.pt")

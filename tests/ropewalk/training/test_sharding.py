@@ -21,9 +21,19 @@ def mesh(tmp_path):
     dist.destroy_process_group()
 
 
+def sharded(mesh, hardware, **options):
+    """A network of four layers in shards, with the weights of `build_gpt`."""
+    with torch.device("meta"):
+        net = build_gpt("cope_rope", n_layer=4, n_kv_head=4, **options)
+    shard(net, mesh, hardware)
+    for p, values in zip(net.parameters(), build_gpt("cope_rope", n_layer=4, n_kv_head=4).parameters(), strict=True):
+        assign(p, values)
+    return net.train()
+
+
 def test_no_copy_of_all_weights_stays_alive_and_positions_stay_exact(mesh):
     """In bf16-mixed autograd keeps activations only: no cast weights from forward to backward. Angles are fp32."""
-    net = shard(build_gpt("cope_rope", n_layer=4, n_kv_head=4), mesh, BF16).train()
+    net = sharded(mesh, BF16)
 
     for pe in net.distinct_encodings:
         assert not any(isinstance(parameter, DTensor) for parameter in pe.parameters())
@@ -63,7 +73,7 @@ def test_no_copy_of_all_weights_stays_alive_and_positions_stay_exact(mesh):
 def test_with_documents_and_checkpointing_gradients_are_those_of_the_whole_network(mesh):
     """What test_processes.py trains without."""
     whole = build_gpt("cope_rope", n_layer=4, n_kv_head=4)
-    net = shard(build_gpt("cope_rope", n_layer=4, n_kv_head=4, checkpointing=True), mesh, FP32).train()
+    net = sharded(mesh, FP32, checkpointing=True)
     idx = torch.arange(12).view(2, 6)
     documents = packed(idx, 8)
     net(idx, documents, targets=idx).backward()
