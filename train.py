@@ -41,7 +41,7 @@ from ropewalk.training.hardware import Hardware, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from ropewalk.training.plan import Plan, draw_positions
 from ropewalk.training.ranks import Ranks, assign
-from ropewalk.training.stop import INTERRUPTED, STOPPED, Stop
+from ropewalk.training.stop import INTERRUPTED, STOPPED, noting_signals
 
 if TYPE_CHECKING:  # slow to import: `distributed.launch` does it, after the configuration is checked
     from lightning.fabric import Fabric
@@ -183,7 +183,7 @@ class Training:
         totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.ranks.fabric.device)
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
-        with Stop() as stop:
+        with noting_signals() as signals:
             for step in range(progress.step + 1, t.max_steps + 1):
                 step_totals, norm = self.step(step, batches, self.plan.at(step))
                 totals += step_totals
@@ -191,7 +191,7 @@ class Training:
 
                 # Signals and clocks differ among ranks, but stopping and saving take all of them.
                 late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
-                stopping, late = distributed.any_rank(bool(stop.signal), late)
+                stopping, late = distributed.any_rank(bool(signals), late)
                 last = step == t.max_steps
                 validating = step % t.val_every == 0 or last
                 logging = step % t.log_every == 0 or step == 1 or validating
@@ -224,9 +224,9 @@ class Training:
                     break
 
             # Also after a signal during the last step or what followed it: all is saved, and measurements can wait.
-            stopping, interrupted = distributed.any_rank(bool(stop.signal), stop.signal == "SIGINT")
+            stopping, interrupted = distributed.any_rank(bool(signals), "SIGINT" in signals)
             if stopping:
-                reason = stop.signal or "another process was told to stop"
+                reason = ", ".join(signals) or "another process was told to stop"
                 print(f"{reason}: stopped after step {progress.step}; rerun the same command to resume")
                 raise SystemExit(INTERRUPTED if interrupted else STOPPED)
 

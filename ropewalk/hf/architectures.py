@@ -185,21 +185,18 @@ def _values(cfg: GPTConfig, encodings: list[PositionEncoding]) -> dict[str, list
         "pe.partial_rotary_factor": [getattr(pe, "partial_rotary_factor", 1.0) for pe in encodings],
         "number of windows": [len({pe.window for pe in encodings})],
         "model.dim % n_head": [cfg.dim % cfg.n_head],
+        "model.n_head / n_kv_head": [cfg.n_head // cfg.kv_heads],
+        "model.n_head * head_dim / dim": [cfg.n_head * cfg.head_width / cfg.dim],
     }
     of_layers |= {f"model.{key}": [value] for key, value in cfg}
-    # As many key heads as heads, and heads that share the width, are the defaults, written out.
-    if cfg.kv_heads == cfg.n_head:
-        of_layers["model.n_kv_head"] = [None]
-    if cfg.head_width * cfg.n_head == cfg.dim:
-        of_layers["model.head_dim"] = [None]
     return {key: list(dict.fromkeys(values)) for key, values in of_layers.items()}
 
 
 GPT2_LIMITS: Limits = {
     "pe": ("learned",),
     "pe.window": (None,),
-    "model.n_kv_head": (None,),
-    "model.head_dim": (None,),
+    "model.n_head / n_kv_head": (1,),
+    "model.n_head * head_dim / dim": (1,),
 }
 LAYER_NORM: Limits = {"model.norm": ("layernorm",), "model.mlp": ("gelu", "gelu_exact")}
 OLMO: Limits = LIMITS | ATTENTION_BIAS | {"model.norm_at": ("after",), "model.qk_norm": ("projection",)}
@@ -227,7 +224,7 @@ ARCHITECTURES = {
     "mistral": Architecture("MistralForCausalLM", LIMITS | {"model.bias": (False,), "number of windows": (1,)}),
     "qwen2": Architecture("Qwen2ForCausalLM", LIMITS | {"model.bias": ("qkv",)}),
     "smollm3": Architecture(
-        "SmolLM3ForCausalLM", LIMITS | ANY_BIAS | {"pe": ("rotary", "none"), "model.head_dim": (None,)}
+        "SmolLM3ForCausalLM", LIMITS | ANY_BIAS | {"pe": ("rotary", "none"), "model.n_head * head_dim / dim": (1,)}
     ),
     "gemma3_text": Architecture(
         "Gemma3ForCausalLM",

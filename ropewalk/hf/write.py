@@ -57,7 +57,6 @@ def export(
             reason).
     """
     out = Path(out).absolute()
-    library()  # raises if transformers is missing, before the model is read
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: choose another, or remove it")
     net = serialization.load(run)

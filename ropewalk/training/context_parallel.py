@@ -51,8 +51,7 @@ class Shared(Reading):
     def contexts(
         self, encodings: Iterable[PositionEncoding], idx: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Tensor, Contexts]:
-        if cache is not None:  # each rank generates a text of its own
-            return super().contexts(encodings, idx, cache)
+        assert cache is None
         length = idx.size(1)
         pieces = self.pieces(length)
         contexts: Contexts = {}

@@ -267,8 +267,8 @@ def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | s
     backend = "cpu:gloo,cuda:nccl" if hardware.device == "cuda" else "gloo"
     if trainer.strategy == "fsdp":
         parallelize = functools.partial(shard, hardware=hardware)
-        replicas = trainer.replicas
-        return ModelParallelStrategy(parallelize, replicas, world // replicas, process_group_backend=backend)
+        shards = world // trainer.replicas
+        return ModelParallelStrategy(parallelize, trainer.replicas, shards, process_group_backend=backend)
     # The gradients lie in the buckets that are sent, without a copy of them.
     return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True) if world > 1 else "auto"
 

@@ -19,19 +19,16 @@ def make_optimizer(net: GPT, optim: Optim) -> torch.optim.AdamW:
     `decayed`.
     """
     # Decay pulls an encoding towards the one with zero parameters: a comparison would favour those without any.
-    of_encodings = set()
-    undecayed = set()
+    decays_in_encoding = {}
     for pe in net.distinct_encodings:
         for name, p in pe.named_parameters():
-            of_encodings.add(p)
-            if name not in pe.decayed:
-                undecayed.add(p)
+            decays_in_encoding[p] = name in pe.decayed
 
     # Sharded and whole tensors are in separate groups, because PyTorch cannot update them together.
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for p in net.parameters():
-        decays = p.ndim >= 2 and p not in undecayed
-        lr_scale = optim.pe_lr_scale if p in of_encodings else 1.0
+        decays = p.ndim >= 2 and decays_in_encoding.get(p, True)
+        lr_scale = optim.pe_lr_scale if p in decays_in_encoding else 1.0
         key = (optim.weight_decay if decays else 0.0, lr_scale, isinstance(p, DTensor))
         groups.setdefault(key, []).append(p)
     parameters = []

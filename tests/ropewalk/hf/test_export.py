@@ -108,7 +108,7 @@ OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*EXP
         (dict(encoding="rope", key_offset=True), r"LlamaForCausalLM, cannot have model\.key_offset=True"),
         (dict(encoding="rope", pe={"temperature": "log"}), r"cannot have pe\.temperature=log"),
         (dict(encoding="rope", n_head=6, head_dim=8, bias=True), r"LlamaForCausalLM, .* model\.dim % n_head=4"),
-        (dict(encoding="learned"), r"model\.norm=rmsnorm and model\.mlp=swiglu and model\.n_kv_head"),
+        (dict(encoding="learned"), r"model\.norm=rmsnorm and model\.mlp=swiglu and model\.n_head / n_kv_head=2"),
         (dict(encoding="learned", model=GELU, pe={"window": 8}), r"GPT2LMHeadModel, cannot have pe\.window=8"),
         (dict(encoding="rope", model=GELU, pe=HALF), r"Starcoder2ForCausalLM, cannot have pe\.partial_rotary_factor"),
         (dict(encoding="p_rope", pe=HALF), r"LlamaForCausalLM, cannot have pe\.partial_rotary_factor=0\.5"),
