@@ -259,6 +259,7 @@ class Config(Section):
 # nothing to the results.
 GONE = {
     "data.lengths": None,
+    "data.min_tokens": 0,
     "dry_run": ...,
     "eval.task_tolerance": ...,
     "logger.csv": ...,

@@ -46,18 +46,6 @@ class Source(NamedTuple):
     fingerprint: Callable[[], str]  # a hash that changes with the documents
 
 
-class Pool(NamedTuple):
-    """Documents of a split that training takes windows from, joined end to start."""
-
-    starts: np.ndarray  # the token of the stream at which each document begins, int64 [documents]
-    bounds: np.ndarray  # the token of the pool at which each begins, and the pool's end: int64 [documents + 1]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all documents together."""
-        return int(self.bounds[-1])
-
-
 @dataclass(frozen=True)
 class Split:
     """One split on disk."""
@@ -100,32 +88,17 @@ class Split:
         """The number of each document's file, int64 [documents]. Each piece of an only file counts as a file."""
         return np.fromfile(self.folder / f"{self.name}.files", "uint32").astype(np.int64)
 
-    def pool(self, shortest: int = 0) -> Pool:
-        """The documents of at least `shortest` tokens, without their end-of-text tokens."""
-        if not shortest:
-            # All documents are one stretch of the stream: searching a large file for their ends would be in vain.
-            return Pool(np.zeros(1, np.int64), np.array([0, self.tokens]))
-        sizes = np.diff(self.offsets)  # with the end-of-text token
-        chosen = sizes > shortest
-        return Pool(self.offsets[:-1][chosen], np.append(0, sizes[chosen].cumsum()))
-
-    def windows(self, starts: np.ndarray, length: int, pool: Pool | None = None) -> tuple[Tensor, Tensor]:
-        """Read windows of a pool, by default of all documents. After the pool's end a window goes on at its start.
+    def windows(self, starts: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+        """Read windows of the stream. After its end a window goes on at its start.
 
         Args:
-            starts: the token of the pool at which each window begins, int64 [B].
+            starts: the token at which each window begins, int64 [B].
             length: tokens of a window.
-            pool: of this split.
 
         Returns:
             Inputs and targets, int64 [B, length].
         """
-        pool = pool or self.pool()
-        # The documents of a pool are scattered over the stream. So each place in the pool is looked up twice: in which
-        # document it lies, and at which token of the stream that document begins.
-        place = (starts[:, None] + np.arange(length + 1)) % pool.tokens  # [B, length + 1]
-        document = pool.bounds.searchsorted(place, side="right") - 1
-        index = pool.starts[document] + place - pool.bounds[document]
+        index = (starts[:, None] + np.arange(length + 1)) % self.tokens  # [B, length + 1]
         block = torch.from_numpy(self.stream()[index].astype(np.int64))
         return block[:, :-1].contiguous(), block[:, 1:].clone()  # with one window, contiguous() would share memory
 

@@ -13,12 +13,9 @@ from torch import Tensor
 
 from data.base import IGNORE_INDEX, Data, EvalSet, hash_texts
 from data.hf_tokenizer import HFTokenizer
-from data.prepare import Pool, Source, Split, prepare, trained_tokenizer
+from data.prepare import Source, Split, prepare, trained_tokenizer
 from data.sampler import feistel_permutation
 from data.tokenizer import Tokenizer
-
-FEW = 5  # documents: fewer of them tell little
-Tokens = Annotated[int, Field(ge=0)]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -37,7 +34,6 @@ class TextData(Data):
     cache_dir: str = "prepared"  # folder of the prepared data
     documents: Literal["cross", "mask"] = "cross"  # mask: attention does not look beyond the start of its document
     bos: Literal["auto", "none"] = "auto"  # auto: texts begin with the token that a published tokenizer puts there
-    min_tokens: Tokens = 0  # shorter documents are left out of training
     prepared: dict[str, Split] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -113,24 +109,8 @@ class TextData(Data):
             raise ValueError(f"data.documents=mask: {self.tokenizer} begins texts with their end token: data.bos=none")
         return self.encoder.bos
 
-    @cached_property
-    def pool(self) -> Pool:
-        """The documents that training takes windows from."""
-        return self._split("train").pool(self.min_tokens)
-
     def describe(self, length: int) -> list[str]:
-        train = self._split("train")
-        lines = [f"data: {train.folder}"]
-        for split in self.prepared.values():
-            lines.append(f"  {split}")
-            if split.documents < FEW:
-                lines.append(
-                    f"  warning: {split.name} has {split.documents} documents: add files, or change val_fraction"
-                )
-        if self.min_tokens:
-            left_out = train.documents - len(self.pool.starts)
-            lines.append(f"  {left_out:,} documents of less than {self.min_tokens:,} tokens are left out of training")
-        return lines
+        return [f"data: {self._split('train').folder}", *(f"  {split}" for split in self.prepared.values())]
 
     def _split(self, name: str, length: int = 0) -> Split:
         """Return a split. Raises ValueError unless it has a window of `length` tokens and its targets."""
@@ -145,13 +125,8 @@ class TextData(Data):
 
     def train_batch(self, indices: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:
         split = self._split("train", length)
-        if self.pool.tokens <= length:
-            raise ValueError(
-                f"documents of at least {self.min_tokens:,} tokens have {self.pool.tokens:,} tokens, too few for a "
-                f"window of {length:,} and its targets: lower train_len or data.min_tokens"
-            )
-        starts = _window_starts(np.asarray(indices, dtype=np.int64), self.pool, length, seed)
-        x, y = split.windows(starts, length, self.pool)
+        starts = _window_starts(np.asarray(indices, dtype=np.int64), split.tokens, length, seed)
+        x, y = split.windows(starts, length)
         self._begin(x, y)
         return x, y
 
@@ -227,9 +202,9 @@ class TextData(Data):
         return EvalSet("text", length, len(ends), batch, hash_texts(*parts), documents, self.text_start)
 
 
-def _window_starts(ranks: np.ndarray, pool: Pool, length: int, seed: int) -> np.ndarray:
-    """The tokens of a pool at which training windows number `ranks` begin: int64, same shape."""
-    n = pool.tokens // length  # windows in an epoch
+def _window_starts(ranks: np.ndarray, tokens: int, length: int, seed: int) -> np.ndarray:
+    """The tokens of a stream of so many at which training windows number `ranks` begin: int64, same shape."""
+    n = tokens // length  # windows in an epoch
     epochs, windows = np.divmod(ranks, n)
     starts = np.empty_like(windows)
     # Random numbers of seed and epoch choose the token at which cutting starts, and the order of the windows. So a
@@ -237,7 +212,7 @@ def _window_starts(ranks: np.ndarray, pool: Pool, length: int, seed: int) -> np.
     for epoch in np.unique(epochs):
         phase, *keys = np.random.SeedSequence([seed, int(epoch)]).generate_state(5, np.uint64)
         rows = epochs == epoch
-        starts[rows] = int(phase) % pool.tokens + length * feistel_permutation(windows[rows], n, keys)
+        starts[rows] = int(phase) % tokens + length * feistel_permutation(windows[rows], n, keys)
     return starts
 
 

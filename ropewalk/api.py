@@ -17,11 +17,10 @@ from model.generation import generate
 from model.gpt import GPT
 from model.position import PositionEncoding, Shape, layer
 from model.position.network import for_length
-from model.size import n_parameters
 from ropewalk.app import cli
 from ropewalk.app.init_from import opened
+from ropewalk.app.resolve import variants
 from ropewalk.app.run_dir import check_identity, data_options
-from ropewalk.app.trained import variants
 from ropewalk.report import frame, table
 
 MAX_LEN = 2**24  # tokens: the longest training length
@@ -43,10 +42,6 @@ class Model:
     def __init__(self, net: GPT, data: Data) -> None:
         self.net = net
         self.data = data
-
-    def __repr__(self) -> str:
-        parameters = n_parameters(self.net)["total"]
-        return f"<ropewalk.Model: {parameters:,} parameters, trained at {self.net.train_len:,} tokens>"
 
     @checked
     def encode(self, text: str | Tensor) -> Tensor:
@@ -71,12 +66,13 @@ class Model:
 
     def generate(self, prompt: str | Tensor, max_new_tokens: int = 200, **options: Any) -> str:
         """Write a continuation of `prompt`: what `stream`, with its options, yields."""
-        return "".join(self.stream(prompt, max_new_tokens, **options))
+        return "".join(self.stream(prompt, max_new_tokens=max_new_tokens, **options))
 
     @checked
     def stream(
-        self, prompt: str | Tensor, max_new_tokens: Annotated[int, Field(le=MAX_LEN)] = 200, *,
-        temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, seed: Seed = 0,
+        self, prompt: str | Tensor, max_new_tokens: Annotated[int, Field(ge=1, le=MAX_LEN)] = 200, *,
+        temperature: Annotated[float, Field(ge=0)] = 1.0, top_k: Annotated[int, Field(ge=1)] | None = None,
+        top_p: Annotated[float, Field(gt=0, le=1)] | None = None, seed: Seed = 0,
     ) -> Iterator[str]:  # fmt: skip
         """Yield a continuation of `prompt` in pieces, each as soon as it is decoded.
 
@@ -258,10 +254,7 @@ def attend(
 
 def _check_tensors(pe: PositionEncoding, given: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless the tensors are those of one call of `attend`."""
-    q = given["q"]
-    if q.dim() != 4:
-        raise ValueError(f"q has the shape {tuple(q.shape)}, not [B, H, T, D]")
-    batch, _, length, _ = q.shape
+    batch, *_, length, _ = given["q"].shape
     of_keys = (batch, pe.n_kv_head, length, pe.head_dim)
     shapes = {"q": (batch, pe.n_head, length, pe.head_dim), "k": of_keys, "v": of_keys, "x": (batch, length, pe.dim)}
     for name, tensor in given.items():

@@ -69,14 +69,14 @@ def test_an_encoding_for_a_network_of_ones_own(name):
 @pytest.mark.parametrize(
     ("changed", "shape", "message"),
     [
-        ("q", (2, 24, 4, 16), r"q is .*\[B, H, T, D\]"),  # the layout of other libraries
+        ("q", (2, 24, 4, 16), r"q is .*of \[B, T, H, D\] take transpose"),  # the layout of other libraries
         ("q", (2, 4, 1, 16), "k is .* there is no cache"),  # one query with a cache
         ("q", (2, 8, 24, 16), "q is"),
-        ("q", (4, 24, 16), r"q has the shape \(4, 24, 16\)"),
+        ("q", (4, 24, 16), r"q is \(4, 24, 16\), not"),
         ("k", (1, 2, 24, 16), "k is"),
         ("v", (2, 2, 23, 16), "v is"),
         ("v", (2, 2, 24, 8), "v is"),
-        ("x", (2, 25, 64), r"\[B, T, dim\]"),
+        ("x", (2, 25, 64), "x is"),
     ],
 )
 def test_tensors_of_another_shape_are_refused(changed, shape, message):
@@ -128,6 +128,14 @@ def test_two_streams_do_not_change_each_other(run):
 
     assert ["".join(pieces) for pieces in interleaved] == alone
     assert torch.equal(model.logits("knots"), logits)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("temperature", -1.0), ("top_k", 0), ("top_p", 1.5), ("top_p", 0.0), ("max_new_tokens", 0)]
+)
+def test_an_option_of_sampling_out_of_range_is_refused(run, option, value):
+    with pytest.raises(ValueError, match=option):
+        ropewalk.load(run).generate("knots", **{option: value})
 
 
 def test_a_checkpoint_is_looked_at(train, trained):

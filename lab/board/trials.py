@@ -12,10 +12,9 @@ from typing import Any
 from conf.schema import Config, ConfigError, flatten
 from model.position.base import PositionEncoding
 from ropewalk.app.init_from import train_values
-from ropewalk.app.resolve import for_this_machine, resolve, with_variants
+from ropewalk.app.resolve import for_this_machine, resolve, resolve_encoding, with_variants
 from ropewalk.app.run_dir import FREE, RunDir, lock
 from ropewalk.app.side_by_side import train_all
-from ropewalk.app.trained import resolve_encoding
 from ropewalk.evaluation.measures.lengths import length_settings
 from ropewalk.evaluation.results import Row, load_all, main_rows
 from ropewalk.files import read_json, write_json

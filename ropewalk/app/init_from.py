@@ -1,4 +1,4 @@
-"""Starting from a trained model: its configuration lies beneath the user's choices, in a merge that Hydra makes."""
+"""Starting from a trained model: its configuration lies beneath the user's choices, merged by Hydra; its weights."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -8,25 +8,28 @@ from typing import Any
 import torch
 
 from conf.schema import Config, ConfigError
-from data.base import build_data
+from data.base import Data, build_data
+from data.text import TextData
 from model import serialization
 from model.gpt import GPT
 from ropewalk import hf
 from ropewalk.app.cli import composed, encoding, plain, quoted, recompose
-from ropewalk.app.resolve import check, load_config, resolve, with_variants
-from ropewalk.app.run_dir import RunDir, data_options, find, read_environment
-from ropewalk.app.trained import (
+from ropewalk.app.resolve import (
     Options,
     base_model,
-    load_weights,
+    check,
+    load_config,
     original_len,
     readable,
+    resolve,
     shared_options,
     variants,
-    vocab_size,
-)
+    with_variants,
+)  # fmt: skip
+from ropewalk.app.run_dir import RunDir, data_options, find, read_environment
 from ropewalk.files import read_json
 from ropewalk.training import checkpoints
+from ropewalk.training.ranks import assign
 
 _OF_TRAINING = ("dropout", "init_std")  # of the architecture: another value fits the same weights
 
@@ -174,3 +177,48 @@ def _import_model(directory: RunDir, base: Options, fill: Callable[[GPT], Any], 
     with directory.lock():
         directory.create(identity | {"made_of": made_of}, data.tokenizer_files())
         serialization.save(net, directory.path, pe=cfg.pe, tokenizer=identity, original_len=length)
+
+
+def vocab_size(data: Data, base: Options) -> int:
+    """Return the vocabulary size of a network that starts from the model `base`, if any.
+
+    The data may use fewer tokens than the model has. Raises ConfigError: the data have other tokens.
+    """
+    if not base:
+        return data.vocab_size
+    tokenizer, size = base.get("tokenizer"), int(base["vocab_size"])
+    differs = tokenizer and not data.tokenizer_identity().items() <= tokenizer.items()
+    if differs or _largest_id(data) >= size:
+        what = f"{base['source']} has a vocabulary of {size} tokens, the data another one of {data.vocab_size}"
+        remedy = "leave out data.tokenizer, so that it is the model's own, or choose its data"
+        raise ConfigError(f"{what}: {remedy}; of a tokenizer with tokens that the model lacks, remove these")
+    return size
+
+
+def _largest_id(data: Data) -> int:
+    """The largest token id in any text of `data`: special tokens are in none, but for those at its start and end."""
+    if not isinstance(data, TextData):
+        return data.vocab_size - 1
+    of_text = int(data.encoder.token_bytes.nonzero().max())
+    return max(of_text, data.encoder.eot, data.text_start or 0)
+
+
+def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
+    """Give `net` the weights of the model `base`; returns the tensors that keep their initial values.
+
+    With `partial` the tensors that fit no other are left out. Raises ConfigError: the weights cannot be read, one does
+    not fit, or with `partial` none does; names them.
+    """
+    source = base["source"]
+    is_foreign = source.startswith("hf:")
+    weights = hf.read_model(source).state_dict() if is_foreign else serialization.read_weights(source, base)
+    wrong = serialization.mismatched_tensors(net, weights)
+    if wrong and not partial:
+        reason = f"{', '.join(wrong[:5])} differ in name or shape; init_partial=true takes those that fit"
+        raise ConfigError(f"the weights of {source} do not fit: {reason}")
+    if not weights.keys() - wrong:
+        raise ConfigError(f"none of the weights of {source} fits")
+    tensors = net.state_dict()
+    for name in weights.keys() - wrong:
+        assign(tensors[name], weights[name])
+    return [name for name in wrong if name in tensors]

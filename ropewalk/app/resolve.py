@@ -1,24 +1,33 @@
 """Fill in what a configuration leaves open. Only here are data, network and machine asked.
 
-The result is frozen: training, evaluation and config.yaml see only that.
+The result is frozen: training, evaluation and config.yaml see only that. Here is also which encodings can read which
+weights.
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Config, ConfigError, Stage, parse
+import torch
+
+from conf.schema import Config, ConfigError, GPTConfig, Stage, parse
 from data.base import build_data
 from data.sampler import micro_batch_size
-from model import position
+from model import position, serialization
 from model.gpt import GPT
+from model.position.base import NO_ENCODING
 from model.position.layer import check_length
-from model.position.network import at_scale, max_len_of, scales_of
+from model.position.network import at_scale, family_of, max_len_of, scales_of
 from model.position.rotary import Rotary
+from ropewalk import hf
+from ropewalk.app.cli import encoding
 from ropewalk.app.run_dir import RESTORE, naming_damage, read_config
-from ropewalk.app.trained import base_model, original_len, resolve_encoding, variants
 from ropewalk.training.distributed import resolve_devices
 from ropewalk.training.hardware import Hardware
+
+Options = Mapping[str, Any]
+_NOT_SHARED = ("name", "_target_", "scale", "train_scale", "attention_factor")  # the last belongs to the scale
 
 
 def resolve(values: Mapping[str, Any]) -> Config:
@@ -192,3 +201,100 @@ def _rules_of_shared_texts(cfg: Config) -> Rules:
         (shares and bool(cfg.model.conv or cfg.model.key_offset),
          f"model.conv and model.key_offset need the tokens before a piece, which {asked} does not have; set one only"),
     ]  # fmt: skip
+
+
+def resolve_encoding(pe: Options, model: GPTConfig, train_len: int) -> tuple[dict[str, Any], GPT]:
+    """Return the options `pe` with what the encodings take for null and "auto", and the network on the device "meta".
+
+    Raises ValueError: an option is unknown, of another type or out of range.
+    """
+    with torch.device("meta"):
+        net = GPT(model, pe, vocab_size=1, train_len=train_len)
+    if "pattern" not in pe:
+        return net.encodings[0].options, net
+    # The layers repeat the pattern, so its first occurrence has an instance of each part that is used.
+    parts = {name: part.options for name, part in zip(pe["pattern"], net.encodings, strict=False)}
+    return {**pe, **parts}, net
+
+
+def base_model(source: str | None) -> dict[str, Any]:
+    """Return what model.json says of the model `source`, and its `source`; nothing for None.
+
+    Args:
+        source: a run; or hf:FOLDER_OR_HUB_ID for a model of transformers, of which it is what model.json would say.
+
+    Raises ValueError: there is no such model, or it cannot be read.
+    """
+    if source is None:
+        return {}
+    read = hf.read_model(source).describe if source.startswith("hf:") else partial(serialization.describe, source)
+    return read() | {"source": source}
+
+
+def original_len(cfg: Config, base: Options) -> int:
+    """The longest text that the weights of a run, or those it began with, were trained to read without a scaling."""
+    # A run of no steps only gives a trained model other texts.
+    trained = cfg.train_len if cfg.trainer.max_steps or not base else 0
+    return max(trained, base.get("original_len", 0))
+
+
+def shared_options(base: Options, chosen: Options) -> dict[str, Any]:
+    """The options of the encoding `chosen` that the encoding of the model `base` decides, part by part of a pattern."""
+    base_parts = position.parts(base["pe"])
+    shared = {}
+    for name, part in position.parts(chosen).items():
+        base_part = base_parts.get(name, base_parts.get("", {}))
+        of_part = {key: value for key, value in base_part.items() if key in part and key not in _NOT_SHARED}
+        if "original_len" in part:
+            of_part["original_len"] = base_part.get("original_len") or base["original_len"]
+        shared[name] = of_part
+    return shared.get("", shared)
+
+
+def variants(trained: Options, wanted: Iterable[str | Options], longest: float | None = None) -> list[dict[str, Any]]:
+    """Return all options of the encodings `wanted`, which read the weights of a trained model zero-shot.
+
+    Options that are not given are those of the trained encoding, where it has them.
+
+    Args:
+        trained: model, pe, train_len and original_len of the trained model, as in model.json.
+        wanted: each a name, {pe: NAME, OPTION: VALUE, ...}, or all options already.
+        longest: the longest text, a multiple of train_len, which decides the scale; None: as in the YAML.
+
+    Raises ConfigError: an encoding or option does not exist, or an encoding cannot read these weights.
+    """
+    resolved = []
+    for spec in wanted:
+        given = {"pe": spec} if isinstance(spec, str) else spec
+        pe = encoding(given)
+        if "pe" in given:  # else it has all options already
+            pe |= shared_options(trained, pe) | {key: value for key, value in given.items() if key in pe}
+            if longest and "scale" not in given and pe.get("scale", 1) > 1:  # dynamic_ntk's is 1 for any length
+                pe["scale"] = max(1.0, longest * trained["train_len"] / pe["original_len"])
+        resolved.append(readable(trained, pe, remedy="fine-tune with train.py init_from=... instead"))
+    return resolved
+
+
+def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = False) -> dict[str, Any]:
+    """Return all options of the encoding `pe`, which is to read the weights of the trained model.
+
+    With `dropping` NoPE may take over, in some layers or all, from an encoding without parameters, to be trained on:
+    DroPE.
+
+    Raises ConfigError: this encoding cannot read these weights; names the `remedy`.
+    """
+    model, length = parse(GPTConfig, trained["model"]), trained["train_len"]
+    _, old_net = resolve_encoding(trained["pe"], model, length)
+    options, net = resolve_encoding(pe, model, length)
+    family, old_family = family_of(net.encodings), family_of(old_net.encodings)
+    unread = [new for old, new in zip(old_net.encodings, net.encodings, strict=True) if new.family != old.family]
+    # Options decide the shapes of parameters, and whether layers share them.
+    shapes, old_shapes = ({name: p.shape for name, p in of.named_parameters()} for of in (net, old_net))
+    # Nothing that was trained may be lost by it.
+    drops = all(pe.family == NO_ENCODING for pe in unread) and shapes.keys() == old_shapes.keys()
+    if (family, shapes) != (old_family, old_shapes) and not (dropping and drops):
+        theirs = f"{trained['pe']['name']} ({old_family})"
+        if family == old_family:
+            theirs += ", whose parameters have other shapes"
+        raise ConfigError(f"pe={pe['name']} ({family}) cannot read weights trained with {theirs}; {remedy}")
+    return options

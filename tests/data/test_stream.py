@@ -193,19 +193,6 @@ def test_too_little_text_is_an_error_that_says_how_much_there_is(source):
         source.fully_scored(longest, 4)
 
 
-def test_windows_of_long_documents_alone(source):
-    chosen = read_otherwise(source, min_tokens=900)
-    split = source.prepared["train"]
-    documents = np.split(split.stream(), split.offsets[1:-1])
-    long_ones = [document for document in documents if len(document) > 900]
-    stream = np.concatenate(long_ones)
-    n = len(stream) // 100
-
-    batch = chosen.train_batch(range(n), 100, 3)
-
-    assert len(set(starts_of(batch, stream))) == n
-
-
 def test_where_documents_are_masked_no_target_is_in_another_document(source):
     masked = read_otherwise(source, documents="mask")
     end = source.encoder.eot

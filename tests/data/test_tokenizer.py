@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from data.hf_tokenizer import HFTokenizer, pre_tokenizer
 from data.tokenizer import FILE_PATTERN, Tokenizer
-from ropewalk.evaluation.measures.cut import inputs_of
+from ropewalk.evaluation.measures.far_copies import inputs_of
 from ropewalk.hf.tokenizers import write
 
 BYTES = Tokenizer("bytes")

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from model.reading import packed
 from ropewalk.training.hardware import Hardware
-from ropewalk.training.sharding import assign, full_tensor, shard
+from ropewalk.training.ranks import assign, full_tensor, shard
 
 BF16 = Hardware.resolve(accelerator="cpu", precision="bf16-mixed")
 FP32 = Hardware.resolve(accelerator="cpu", precision="32-true")
