@@ -37,16 +37,11 @@ from ropewalk.evaluation import loggers, loop
 from ropewalk.files import sealed, write_json
 from ropewalk.training import checkpoints, distributed, rows
 from ropewalk.training.checkpoints import Progress
-from ropewalk.training.console import describe, show
-from ropewalk.training.distributed import any_rank, is_rank_zero, on_rank_zero
-from ropewalk.training.due import due_after
 from ropewalk.training.hardware import Hardware, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
-from ropewalk.training.plan import Plan
-from ropewalk.training.positions import draw_positions
-from ropewalk.training.ranks import Ranks
-from ropewalk.training.sharding import assign
-from ropewalk.training.stop import INTERRUPTED, STOPPED, Stop
+from ropewalk.training.plan import Plan, draw_positions
+from ropewalk.training.ranks import Ranks, assign
+from ropewalk.training.stop import INTERRUPTED, STOPPED, Stop, due_after
 
 if TYPE_CHECKING:  # slow to import: `distributed.launch` does it, after the configuration is checked
     from lightning.fabric import Fabric
@@ -84,7 +79,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     data = build_data(cfg.data)
     base = base_model(cfg.init_from)
     vocabulary = vocab_size(data, base)
-    data.prepare(progress=is_rank_zero())
+    data.prepare(progress=distributed.is_rank_zero())
     identity = data.identity()
     if run.begun:
         check_identity(run.path, identity)
@@ -99,11 +94,11 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     net.init_weights(cfg.seed, assign)
 
     # The base model's weights must not replace those of a checkpoint.
-    resumed = on_rank_zero(lambda: run.begun and any(checkpoints.steps_in(run.checkpoints)))
+    resumed = distributed.on_rank_zero(lambda: run.begun and any(checkpoints.steps_in(run.checkpoints)))
     if base and not resumed:
         missing = load_weights(net, base, partial=cfg.init_partial)
         print(f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(missing) or 'none'}")
-    describe(cfg, net, data, training.hardware, size)
+    rows.describe(cfg, net, data, training.hardware, size)
     if cfg.init_optimizer and not resumed:
         checkpoints.take_over(Path(str(cfg.init_from)), net, training.optimizer)
     training.rehearse()
@@ -125,10 +120,10 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
             # The final weights, what they are worth, and then the file that says that all is done.
             weights = checkpoints.on_cpu(net.state_dict())  # all ranks gather them; rank zero writes
             description: dict[str, Any] = {"pe": cfg.pe, "tokenizer": identity, "original_len": original_len(cfg, base)}
-            on_rank_zero(lambda: serialization.save(net, run.path, weights=weights, **description))
+            distributed.on_rank_zero(lambda: serialization.save(net, run.path, weights=weights, **description))
             validation = training.validate()
             training.measure(run, progress.step)
-            if is_rank_zero():
+            if distributed.is_rank_zero():
                 # training.json marks the run as complete, so it must be the last file.
                 write_json(run.path / "training.json", sealed(size | rows.record(progress, cfg, hardware, validation)))
                 logger.publish()
@@ -165,7 +160,7 @@ class Training:
         Raises:
             ValueError: every checkpoint is damaged, or rows are missing.
         """
-        if not on_rank_zero(lambda: run.begun):  # a new run, or one in place of the old
+        if not distributed.on_rank_zero(lambda: run.begun):  # a new run, or one in place of the old
             return Progress()
         progress = checkpoints.resume(run.checkpoints, self.net, self.optimizer)
         rows.check_rows(run, progress)
@@ -199,7 +194,7 @@ class Training:
                 norms.append(norm)
 
                 due = due_after(step, cfg, stop, saved)
-                if due.anything:
+                if due.logging or due.measuring or due.saving:
                     # A GPU only queues steps. Reading their norms waits for them, and then the clock is read.
                     check_finite(self.net, norms, step, cfg.optim)
                     norms.clear()
@@ -223,11 +218,12 @@ class Training:
 
                 # After the checkpoint, so that nothing is lost.
                 if due.stopping:
-                    print(f"{stop}: stopped after step {step}; rerun the same command to resume")
+                    reason = stop.reason or "another process was told to stop"
+                    print(f"{reason}: stopped after step {step}; rerun the same command to resume")
                     raise SystemExit(INTERRUPTED if due.interrupted else STOPPED)
 
             # A signal during the last step or what followed it. All is saved, and the measurements can wait.
-            signalled, interrupted = any_rank(stop.signalled, stop.reason == "SIGINT")
+            signalled, interrupted = distributed.any_rank(stop.signalled, stop.reason == "SIGINT")
             if signalled:
                 print("trained to the end, and told to stop: rerun the same command to measure")
                 raise SystemExit(INTERRUPTED if interrupted else STOPPED)
@@ -299,10 +295,10 @@ class Training:
         if validating:
             metrics_of(self.net.encodings)  # drops what the rehearsal and the measurements at eval.at have fed
             row |= rows.validation_row(self.validate()) | rows.position_row(self.net)
-        if is_rank_zero():
+        if distributed.is_rank_zero():
             run.append(row)
             logger.log(row)
-            show(row, self.cfg)
+            rows.show(row, self.cfg)
         progress.rows += 1
         progress.logged_step = progress.step
         progress.logged_seconds = progress.seconds

@@ -21,22 +21,18 @@ def generate(
     """Continue the prompts `idx` int64 [B, T]: yield the next token of each, int64 [B], one step after the other.
 
     Args:
+        max_new_tokens: at least 1.
         temperature: divides the logits; 0 takes the most probable token.
-        top_k: keep the k most probable tokens.
-        top_p: keep the smallest set of tokens with this probability.
+        top_k: keep the k most probable tokens, at least 1.
+        top_p: keep the smallest set of tokens with this probability, above 0.
         chunk: tokens of the prompt to read in one pass, which bounds the memory.
         encodings: that read it instead of the network's own, as of `for_length`.
 
     Raises:
-        ValueError: an empty prompt, an id outside the vocabulary, an option out of range, or a text longer than the
-            encoding is defined for.
+        ValueError: an empty prompt, an id outside the vocabulary, or a text longer than the encoding is defined for.
     """
     if idx.numel() == 0:
         raise ValueError("the prompt is empty: give at least one token")
-    _at_least(1, max_new_tokens=max_new_tokens, top_k=top_k)
-    _at_least(0, temperature=temperature)
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p:g} must be in (0, 1]")
     bad = idx[(idx < 0) | (idx >= net.vocab_size)]
     if len(bad):
         raise ValueError(f"token id {bad[0]} is outside the vocabulary 0..{net.vocab_size - 1}: another tokenizer?")
@@ -54,12 +50,6 @@ def generate(
         yield token
         if i + 1 < max_new_tokens:
             hidden = net.hidden_states(token[:, None], encodings=encodings, cache=cache)
-
-
-def _at_least(low: int, **options: float | None) -> None:
-    for name, value in options.items():
-        if value is not None and not value >= low:  # NaN neither
-            raise ValueError(f"{name}={value:g} must be at least {low}")
 
 
 def _sample(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conf.schema import GPTConfig, parse
+from conf.schema import GPTConfig
 from model import position
 from model.attention import Context, exactly, recomputed
 from model.cache import Cache
@@ -23,15 +23,6 @@ from model.reading import WHOLE, Reading
 R = TypeVar("R")
 # The most logits that are held at once, 64 MiB in fp32, unless a single position of the batch has more.
 MAX_LOGITS = 2**24
-
-
-def parse_config(values: Any) -> GPTConfig:
-    """Return the architecture that a file describes.
-
-    Raises:
-        ValueError: names the first field that is wrong.
-    """
-    return parse(GPTConfig, values)
 
 
 def _norm(cfg: GPTConfig) -> nn.Module:

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from conf.schema import without_gone
+from conf.schema import GPTConfig, parse, without_gone
 from model import position
-from model.gpt import GPT, parse_config
+from model.gpt import GPT
 from ropewalk.files import atomic_write, read_json, refuse_link, sealed, sha256, unsealed, write_json
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
 
 def _checked(description: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of model.json that a network is built from, each converted to its type."""
-    cfg = parse_config(without_gone(description["model"], "model."))
+    cfg = parse(GPTConfig, without_gone(description["model"], "model."))
     pe = description["pe"]
     sizes = {key: int(description[key]) for key in ("vocab_size", "train_len", "original_len")}
     if not all(1 <= size < LARGEST for size in sizes.values()):
@@ -113,7 +113,7 @@ def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
     # On "meta" the network takes no memory and draws no initial weights; then the tensors of the file become its own.
     with torch.device("meta"):
         net = GPT(
-            parse_config(description["model"]), pe or description["pe"], vocab_size=description["vocab_size"],
+            parse(GPTConfig, description["model"]), pe or description["pe"], vocab_size=description["vocab_size"],
             train_len=description["train_len"],
         )  # fmt: skip
     wrong = mismatched_tensors(net, weights)

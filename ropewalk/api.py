@@ -66,12 +66,13 @@ class Model:
 
     def generate(self, prompt: str | Tensor, max_new_tokens: int = 200, **options: Any) -> str:
         """Write a continuation of `prompt`: what `stream`, with its options, yields."""
-        return "".join(self.stream(prompt, max_new_tokens, **options))
+        return "".join(self.stream(prompt, max_new_tokens=max_new_tokens, **options))
 
     @checked
     def stream(
-        self, prompt: str | Tensor, max_new_tokens: Annotated[int, Field(le=MAX_LEN)] = 200, *,
-        temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, seed: Seed = 0,
+        self, prompt: str | Tensor, max_new_tokens: Annotated[int, Field(ge=1, le=MAX_LEN)] = 200, *,
+        temperature: Annotated[float, Field(ge=0)] = 1.0, top_k: Annotated[int, Field(ge=1)] | None = None,
+        top_p: Annotated[float, Field(gt=0, le=1)] | None = None, seed: Seed = 0,
     ) -> Iterator[str]:  # fmt: skip
         """Yield a continuation of `prompt` in pieces, each as soon as it is decoded.
 

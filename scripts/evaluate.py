@@ -27,7 +27,7 @@ from ropewalk.app.cli import program
 from ropewalk.app.run_dir import check_identity, lock, read_environment
 from ropewalk.evaluation import loop, results
 from ropewalk.evaluation.measures.base import Measure, build
-from ropewalk.report import page, terminal
+from ropewalk.report import page
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware, tune
 
@@ -74,7 +74,7 @@ def main(args: Arguments) -> None:
             existing=known,
         )  # fmt: skip
         report = page.write_beside(path)
-    terminal.show(path, cfg, measured)
+    page.show(path, cfg, measured)
     print(f"to look at: {report}")
 
 

@@ -51,7 +51,7 @@ def main(composed: DictConfig) -> None:
     of_sides = map(judge.read, losses)
     findings = judge.judge(*of_sides, train_len=mine.train_len, longest=max(mine.lengths), number=number)
     deciding, *_ = findings
-    unit = losses[0][0][mine.train_len].unit
+    unit = losses[0][0][mine.train_len]["unit"]
     verdict = {
         "sentence": f"{mine.pe['name']} against {against.pe['name']}: {judge.sentence(findings)}; {unit}; "
         f"{args.seeds} seeds; try {number} of {args.runs_dir}: intervals for {number}",

@@ -100,6 +100,5 @@ def assert_both_ways(model, folder: Path, lengths=(TOKENS - 1, 2 * TOKENS)) -> N
 
     again = network(read_model(folder.with_name("out")))
     assert again.cfg == net.cfg
-    for name, value in net.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
+    torch.testing.assert_close(again.state_dict(), net.state_dict(), rtol=0, atol=0)
     assert_same_logits(again, model, lengths[-1])

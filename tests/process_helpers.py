@@ -25,7 +25,7 @@ from ropewalk.training.stop import STOPPED
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["train", "lightning.fabric", "ropewalk.training.sharding", "data.text", "tests.process_helpers"]
+    ["train", "lightning.fabric", "ropewalk.training.ranks", "data.text", "tests.process_helpers"]
 )
 
 Plugins.instance()  # imports them, here and in the server

@@ -167,12 +167,9 @@ def test_init_partial_names_the_weights_that_are_new(straight, extend):
     assert_same_weights(child, base)
 
 
-COPE = ("pe=cope", "pe.npos_max=20")
-
-
 def test_an_extension_begins_where_the_base_model_ended(straight, extend):
     """Where AdamW's averages hardly change in a step, they are those of the first run, and it counts its steps."""
-    base = straight(*COPE)
+    base = straight("pe=cope", "pe.npos_max=20")
     child, _ = extend(base, "init_optimizer=true", "optim.beta1=0.999999999", "optim.beta2=0.999999999")
 
     assert read_config(child)["pe"]["npos_max"] == 20  # inherited with the encoding

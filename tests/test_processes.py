@@ -71,13 +71,9 @@ def assert_same_numbers(one, other, tolerance=1e-6):
     The order of additions differs: of gradients between processes, and within the products over a whole micro-batch.
     A sum of N terms in fp32 then changes by some 6e-8 * sqrt(N); a step of AdamW does not enlarge it at these sizes.
     """
-    numbers = results(other)
-    expected = results(one)
-    assert numbers.keys() == expected.keys()
-    for key, value in expected.items():
-        if isinstance(value, float):
-            value = pytest.approx(value, rel=tolerance, abs=2e-5)
-        assert numbers[key] == value, key
+    near = partial(pytest.approx, rel=tolerance, abs=2e-5)
+    expected = {key: near(value) if isinstance(value, float) else value for key, value in results(one).items()}
+    assert results(other) == expected
 
 
 @pytest.mark.parametrize("kind", [*QUICK, *BY_NIGHT])
@@ -94,9 +90,7 @@ def test_two_processes_are_one(pair, straight, kind):
     saved = torch.load(path_of(two / "checkpoints", 6), weights_only=True)["model"]
 
     assert weights.keys() == load_file(one / "model.safetensors").keys()
-
-    for name, value in weights.items():
-        assert torch.equal(saved[name], value)
+    torch.testing.assert_close({name: saved[name] for name in weights}, weights, rtol=0, atol=0)
 
 
 @pytest.mark.slow

@@ -128,9 +128,8 @@ def runs_of(side: Config, seeds: Sequence[int]) -> list[Config]:
 
 def _bits(rows: trials.Losses) -> tuple[float, float, float]:
     """In bits per token: gain over the cut text, possible gain, and loss of the cut text above the best possible."""
-    ends = [rows[length] for length in sorted(rows)]
-    cut, whole = (row.sample.values.sum() / row.sample.units.sum() for row in ends)
-    best_of_cut, best = (row.optimum.values.sum() / row.optimum.units.sum() for row in ends if row.optimum)
+    samples = [rows[length][key] for key in ("sample", "optimum_sample") for length in sorted(rows)]
+    cut, whole, best_of_cut, best = (sample.values.sum() / sample.units.sum() for sample in samples)
     return float(cut - whole), float(best_of_cut - best), float(cut - best_of_cut)
 
 

@@ -36,7 +36,7 @@ class Finding(NamedTuple):
 
 def read(of_seeds: Sequence[Losses]) -> Samples:
     """Return the losses of one side as one sample at each length, from those of each seed."""
-    return {length: stacked([rows[length].sample for rows in of_seeds]) for length in of_seeds[0]}
+    return {length: stacked([rows[length]["sample"] for rows in of_seeds]) for length in of_seeds[0]}
 
 
 def judge(mine: Samples, against: Samples, *, train_len: int, longest: int, number: int) -> dict[str, Finding]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lab.benchmarks.measure import markdown as lines_of
 from lab.board.rules import IN_WORDS, Row, holder_of
+from ropewalk.files import write_bytes
 from ropewalk.report import plot
 
 LOWEST = -60.0  # percent: the bottom of the figure
@@ -93,4 +94,4 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     ax.set_ylim(bottom=max(LOWEST, min([0, *(row.score.low - 5 for row in shown)])))
     ax.set_xlabel("time of a training step, as a multiple of RoPE's")
     ax.set_title("Score: gain at 8x, in percent of the possible", loc="left")
-    plot.save(plot.figure_of(ax), path)
+    write_bytes(path, plot.written(plot.figure_of(ax), path.suffix.removeprefix(".")))

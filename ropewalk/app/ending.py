@@ -2,14 +2,14 @@
 
 from ropewalk.app.run_dir import RunDir, read_training
 from ropewalk.evaluation import results
-from ropewalk.report import page, terminal
+from ropewalk.report import page
 from ropewalk.training.distributed import rank_zero_only
 
 
 @rank_zero_only
 def show_results(run: RunDir) -> float:
     """Print the results of a complete run, and write its page. Returns the number that a sweep may minimise."""
-    terminal.show(run.path, run.cfg)
+    page.show(run.path, run.cfg)
     record = read_training(run.path)
     validation = record.validation
     losses = f"validation loss {validation.loss:.4f} nats per token"

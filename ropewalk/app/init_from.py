@@ -29,7 +29,7 @@ from ropewalk.app.resolve import (
 from ropewalk.app.run_dir import RunDir, data_options, find, read_environment
 from ropewalk.files import read_json
 from ropewalk.training import checkpoints
-from ropewalk.training.sharding import assign
+from ropewalk.training.ranks import assign
 
 _OF_TRAINING = ("dropout", "init_std")  # of the architecture: another value fits the same weights
 

@@ -15,7 +15,7 @@ from conf.schema import Config, ConfigError, GPTConfig, Stage, parse
 from data.base import build_data
 from data.sampler import micro_batch_size
 from model import position, serialization
-from model.gpt import GPT, parse_config
+from model.gpt import GPT
 from model.position.base import NO_ENCODING
 from model.position.layer import check_length
 from model.position.network import at_scale, family_of, max_len_of, scales_of
@@ -283,7 +283,7 @@ def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = Fal
 
     Raises ConfigError: this encoding cannot read these weights; names the `remedy`.
     """
-    model, length = parse_config(trained["model"]), trained["train_len"]
+    model, length = parse(GPTConfig, trained["model"]), trained["train_len"]
     _, old_net = resolve_encoding(trained["pe"], model, length)
     options, net = resolve_encoding(pe, model, length)
     family, old_family = family_of(net.encodings), family_of(old_net.encodings)

@@ -25,7 +25,7 @@ from ropewalk.app.init_from import merged
 from ropewalk.app.resolve import resolve
 from ropewalk.app.run_dir import RunDir
 from ropewalk.evaluation.loop import is_measured
-from ropewalk.training.distributed import env_rank, started_by
+from ropewalk.training.distributed import started_by
 from ropewalk.training.hardware import reset_peak_memory
 
 Choices = Mapping[str, Sequence[str]]  # {key: the overrides of it that the jobs combine}
@@ -39,9 +39,9 @@ def configure(config: DictConfig) -> Config:
     cfg = resolve(merged(plain(config)))
     experiment = config.hydra.runtime.choices["experiment"]
     warmup, steps = cfg.optim.warmup_steps, cfg.trainer.max_steps
-    if env_rank() == 0 and experiment:
+    if started_by().rank == 0 and experiment:
         print(f"settings of experiment={experiment} hold where yours say nothing")
-    if env_rank() == 0 and warmup >= steps > 0:
+    if started_by().rank == 0 and warmup >= steps > 0:
         print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)
     return cfg
 

@@ -23,7 +23,7 @@ from ropewalk.evaluation.scoring import Autocast, Scorer
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware
 from ropewalk.training.provenance import provenance
-from ropewalk.training.sharding import evaluating
+from ropewalk.training.ranks import evaluating
 
 Readings = list[tuple[Variant, Encodings]]  # of the weights of one network
 
@@ -34,7 +34,7 @@ def validate(
     """Return the loss on fixed windows of the training length. Every rank calls it and gets the same."""
     part = data.validation(cfg.train_len, cfg.trainer.val_tokens)
     with evaluating(net):
-        sums = Scorer(net, None, reader, data.token_bytes, autocast)(part)
+        sums = Scorer(net, None, reader or Reader(), data.token_bytes, autocast)(part)
     tokens = int(sums.tokens.sum())
     size = int(sums.bytes.sum())
     return Validation(
@@ -90,8 +90,7 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
         if plan is not None:
             made.append(plan)
         elif asked is not None:  # cfg.eval holds for text and tasks alike: without a meaning it is no mistake there
-            needs = "text" if data.task else "an eval.lengths beyond 1"
-            raise ConfigError(f"measures: {name} needs {needs}; leave it out")
+            raise ConfigError(f"measures: {name} needs text, and an eval.lengths beyond 1; leave it out")
     return made
 
 
@@ -162,7 +161,7 @@ def rehearse(net: GPT, data: Data, cfg: Config, *, hardware: Hardware, reader: R
     measures = plans(data, cfg)
     with evaluating(net):
         for _, encodings in readings(net, cfg, hardware):
-            score = Scorer(net, encodings, reader, data.token_bytes, hardware.autocast, limit=1)
+            score = Scorer(net, encodings, reader or Reader(), data.token_bytes, hardware.autocast, limit=1)
             for plan in measures:
                 _run(plan, score)
 

@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, Field, model_validator
@@ -35,35 +35,10 @@ class Variant(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     zero_shot: bool  # read by another encoding or at another scale than it was trained with
 
 
-class Part(NamedTuple):
-    """A part of a measure, which has numbers of its own. See `Measured` for the fields."""
-
-    task: str = "text"  # also "mean": over the tasks of RULER
-    difficulty: str = ""
-    depth: float = math.nan
-    first: float = math.nan  # of the span
-    last: float = math.nan
-    continuation: str = ""
-
-    @property
-    def name(self) -> str:
-        """The label in tables and figures: "text", "sparse", "256-511", "niah_single depth 0.50"."""
-        if not math.isnan(self.first):
-            return f"{self.first:.0f}-{self.last:.0f} {self.continuation}".strip()
-        if not math.isnan(self.depth):
-            return f"{self.task} depth {self.depth:.2f}"
-        return self.difficulty or self.task
-
-
-class Row(NamedTuple):
-    """One number of one part at one length, with what it is computed from."""
-
-    part: Part
-    length: int  # for reach: the distance
-    quantity: str  # "loss", "error", "found", "gain" or "share"
-    unit: str
-    sample: Sample
-    optimum: Sample | None = None  # of the best possible predictor of the same texts; None if it is not known
+# One number of one part of a measure at one length: what the part is, as in `Measured`; its label as "part"; "quantity"
+# ("loss", "error", "found", "gain" or "share") and "unit"; and what the number is computed from, as "sample", with
+# "optimum_sample" of the best possible predictor of the same texts, None where it is not known.
+Row = dict[str, Any]
 
 
 class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
@@ -103,15 +78,37 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
         return self
 
     @property
-    def part(self) -> Part:
-        # A table needs one type in a column: NaN and "" stand for None.
-        depth = math.nan if self.depth is None else self.depth
-        first, last = self.span or (math.nan, math.nan)
-        return Part(self.task, self.difficulty or "", depth, first, last, self.continuation or "")
+    def part(self) -> str:
+        """The label in tables and figures: "text", "sparse", "256-511", "niah_single depth 0.50"."""
+        if self.span:
+            first, last = self.span
+            return f"{first}-{last} {self.continuation or ''}".strip()
+        if self.depth is not None:
+            return f"{self.task} depth {self.depth:.2f}"
+        return self.difficulty or self.task
 
     def sample(self, values: Sequence[float] | np.ndarray, units: Sequence[float] | np.ndarray) -> Sample:
         """Return `values` and `units`, one for each text, as a sample of documents."""
         return by_document(Sample(np.array([values]), np.array(units)), self.documents)
+
+    def row(self, quantity: str, unit: str, sample: Sample, optimum: Sample | None = None) -> Row:
+        """Return a number of this part."""
+        # A table needs one type in a column: NaN and "" stand for None.
+        first, last = self.span or (math.nan, math.nan)
+        return {
+            "task": self.task,
+            "difficulty": self.difficulty or "",
+            "depth": math.nan if self.depth is None else self.depth,
+            "span_start": first,
+            "span_end": last,
+            "continuation": self.continuation or "",
+            "part": self.part,
+            "length": self.length,
+            "quantity": quantity,
+            "unit": unit,
+            "sample": sample,
+            "optimum_sample": optimum,
+        }
 
 
 class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
@@ -182,25 +179,25 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
         once = np.ones(len(m.nats))  # each text counts once
         if m.reach is not None and m.span is not None:
             # The distance takes the place of the length.
-            distance, _ = m.span
-            return [Row(Part(difficulty=m.part.difficulty), distance, "share", "percent", m.sample(m.reach, once))]
+            at_distance = m.model_copy(update={"length": m.span[0], "span": None})
+            return [at_distance.row("share", "percent", m.sample(m.reach, once))]
         if self.task:
             wrong = 100.0 * np.array(m.errors)
-            return [Row(m.part, m.length, "error", "error in percent", m.sample(wrong, m.tokens))]
+            return [m.row("error", "error in percent", m.sample(wrong, m.tokens))]
         if self.kind == "ruler":
             # An answer is found if every token of it is the most probable one.
             found = 100.0 * np.equal(m.errors, 0)
-            rows = [Row(m.part, m.length, "found", "answers found in percent", m.sample(found, once))]
+            rows = [m.row("found", "answers found in percent", m.sample(found, once))]
             unit, units = "bits per answer", once
         else:
             # One unit for the whole file: a part may happen to have no token with bytes.
             unit = "bits per byte" if any(any(part.bytes) for part in self.measured) else "bits per token"
             units = np.array(m.bytes if any(m.bytes) else m.tokens)
             optimum = None if m.optimum_nats is None else m.sample(np.array(m.optimum_nats) / math.log(2), units)
-            rows = [Row(m.part, m.length, "loss", unit, m.sample(np.array(m.nats) / math.log(2), units), optimum)]
+            rows = [m.row("loss", unit, m.sample(np.array(m.nats) / math.log(2), units), optimum)]
         if m.baseline_nats is not None:
             gain = np.subtract(m.baseline_nats, m.nats) / math.log(2)
-            rows.append(Row(m.part, m.length, "gain", unit, m.sample(gain, units)))
+            rows.append(m.row("gain", unit, m.sample(gain, units)))
         return rows
 
 
@@ -211,10 +208,11 @@ def _means_over_tasks(rows: Sequence[Row]) -> Iterator[Row]:
     """
     of_tasks: dict[tuple[int, str, str], dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        of_tasks[row.length, row.quantity, row.unit][row.part.task].append(row.sample.values)
+        of_tasks[row["length"], row["quantity"], row["unit"]][row["task"]].append(row["sample"].values)
     for (length, quantity, unit), tasks in of_tasks.items():
         values = np.mean([np.mean(depths, axis=0) for depths in tasks.values()], axis=0)  # [1, T]
-        yield Row(Part("mean"), length, quantity, unit, Sample(values, np.ones(values.size)))
+        mean = {"task": "mean", "part": "mean", "depth": math.nan, "length": length, "quantity": quantity, "unit": unit}
+        yield rows[0] | mean | {"sample": Sample(values, np.ones(values.size))}
 
 
 def load_all(run: Path) -> list[Evaluation]:
@@ -222,14 +220,14 @@ def load_all(run: Path) -> list[Evaluation]:
     return [Evaluation.load(path) for path in sorted((run / "evals").glob("*.json"))]
 
 
-def main_rows(evaluations: Iterable[Evaluation], kind: str, settings: Mapping[str, Any]) -> dict[tuple[Part, int], Row]:
+def main_rows(evaluations: Iterable[Evaluation], kind: str, settings: Mapping[str, Any]) -> dict[tuple[str, int], Row]:
     """Return the main number of each part at each length, of the evaluations of a kind that have these settings."""
     rows = {}
     for e in evaluations:
         if e.kind == kind and settings.items() <= e.eval.items():
             for m in e.measured:
                 main, *_ = e.rows_of(m)
-                rows[main.part, main.length] = main
+                rows[main["part"], main["length"]] = main
     return rows
 
 
@@ -244,6 +242,6 @@ def objective(evaluations: Sequence[Evaluation]) -> float:
     settings = (last.step, last.eval, last.variant.pe)
     at_scales = [e for e in of_lengths if e.measured and (e.step, e.eval, e.variant.pe) == settings]
     rows = main_rows([max(at_scales, key=lambda e: e.variant.scale)], "lengths", {})
-    longest = {part: row for (part, _), row in sorted(rows.items(), key=lambda item: item[1].length)}
-    mean = float(np.mean([estimate(row.sample).value for row in longest.values()]))
+    longest = {part: row for (part, _), row in sorted(rows.items(), key=lambda item: item[1]["length"])}
+    mean = float(np.mean([estimate(row["sample"]).value for row in longest.values()]))
     return math.inf if math.isnan(mean) else mean

@@ -13,7 +13,7 @@ from torch import Tensor
 from data.base import IGNORE_INDEX, EvalSet
 from model.gpt import GPT
 from model.position.network import Encodings
-from model.reading import WHOLE, Reader
+from model.reading import Reader
 from ropewalk.evaluation.results import Measured
 from ropewalk.training import distributed
 
@@ -23,14 +23,14 @@ Autocast = Callable[[], AbstractContextManager]
 
 @torch.no_grad()
 def token_losses(
-    net: GPT, x: Tensor, y: Tensor, *, reader: Reader | None = None, encodings: Encodings | None = None
+    net: GPT, x: Tensor, y: Tensor, *, reader: Reader, encodings: Encodings | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of each target, and whether it is wrong.
 
     Args:
         x: token ids, int64 [B, T]; best on the CPU, so that the device is never waited for.
         y: targets, likewise; IGNORE_INDEX: not scored.
-        reader: says how to read the texts; None: each row as one text.
+        reader: says how to read the texts.
         encodings: that read them instead of the network's own.
 
     Returns:
@@ -46,7 +46,7 @@ def token_losses(
 
     was_training = net.training
     (columns,) = (y != IGNORE_INDEX).any(0).nonzero(as_tuple=True)
-    reading = WHOLE if reader is None else reader(x)
+    reading = reader(x)
     device = net.embedding.weight.device
     x, y, columns = (t.to(device, non_blocking=True) for t in (x, y, columns))
     losses = torch.zeros_like(y, dtype=torch.float32)
@@ -99,8 +99,8 @@ class Scorer:
     net: GPT
     # That read instead of the network's own; None: its own.
     encodings: Encodings | None = None
-    # Says how texts are read; None: as one text in each row.
-    reader: Reader | None = None
+    # Says how texts are read; by default as one text in each row.
+    reader: Reader = field(default_factory=Reader)
     # Bytes of each token, int64 [vocab_size]; None if they mean nothing.
     token_bytes: Tensor | None = None
     # Makes the network compute as in training.
@@ -121,11 +121,10 @@ class Scorer:
         n = min(part.n, self.limit or part.n)
         device = self.net.embedding.weight.device.type
         batch_size = max(1, BATCH_TOKENS.get(device, 4096) // part.length)
-        ranks_per_text = 1 if self.reader is None else self.reader.ranks_per_text
 
         # Each rank reads its share of the batches; the sums of all ranks are gathered at the end.
         sums: dict[int, Tensor] = {}
-        for start in distributed.shared_batches(n, batch_size, ranks_per_text):
+        for start in distributed.shared_batches(n, batch_size, self.reader.ranks_per_text):
             # None means that this rank has no batch left. It reads the first one again, and forgets it: ranks gather
             # sharded weights together, so none may skip a forward pass.
             first = 0 if start is None else start

@@ -54,9 +54,7 @@ class Estimate(NamedTuple):
     value: float
     low: float
     high: float
-    std: float  # over the seeds; NaN with one
     seeds: int
-    texts: int
     error: float = float("nan")  # standard error
     freedom: float = 1.0  # degrees of freedom of Student's distribution
 
@@ -90,7 +88,6 @@ def estimate(sample: Sample) -> Estimate:
         raise ValueError("nothing was scored: no interval can be given")
     of_seeds = values.sum(1) / units.sum()  # [S]
     value = float(of_seeds.mean())
-    std = float(of_seeds.std(ddof=1)) if seeds > 1 else float("nan")
     # A ratio of sums has no simple formula for its variance. Its linear part is a mean over texts, which has one.
     x = (values - value * units) / units.mean()  # [S, T]; the linear part of the ratio, which has mean 0
     between_texts = seeds * x.mean(0).var(ddof=1) if texts > 1 else 0.0
@@ -113,7 +110,7 @@ def estimate(sample: Sample) -> Estimate:
     if seeds * texts > 1:
         error = float(np.sqrt(variance / (seeds * texts)))
         half = float(stdtrit(freedom, 0.975)) * error
-    return Estimate(value, value - half, value + half, std, seeds, texts, error, float(freedom))
+    return Estimate(value, value - half, value + half, seeds, error, float(freedom))
 
 
 def over_seeds(values: np.ndarray) -> Estimate:
@@ -152,7 +149,6 @@ def share(part: Sample, whole: Sample) -> Estimate:
         value=float(value),
         low=value - half,
         high=value + half,
-        std=linear.std / scale,
         error=linear.error / scale,
     )
 

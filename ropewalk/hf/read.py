@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.schema import GPTConfig
+from conf.schema import GPTConfig, parse
 from model import position
-from model.gpt import GPT, parse_config
+from model.gpt import GPT
 from model.position import Shape
 from model.position.absolute import Learned
 from ropewalk.files import hub_folder, own_file, read_json
@@ -203,7 +203,7 @@ def _architecture(config: Any, arch: Architecture) -> GPTConfig:
     head_dim = settings.get("head_dim")
     if head_dim and head_dim * settings["n_head"] == settings["dim"]:
         settings["head_dim"] = None
-    return parse_config(settings)
+    return parse(GPTConfig, settings)
 
 
 def _encodings(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
     elif kind == "yarn":
         length = round(original * pe.active_scale)  # its quotient is the factor, for transformers before 4.56
     elif isinstance(pe, ScaledRotary) and pe.active_scale not in (pe.unscaled, pe.scales[0]):
-        length = max(reach, math.ceil(original * pe.stretch))  # a scaling applied after training extends it
+        length = max(reach, math.ceil(original * max(pe.scales)))  # a scaling applied after training extends it
 
     if kind in ("yarn", "llama3", "longrope"):
         settings[ORIGINAL] = original

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from model import serialization
@@ -72,10 +71,7 @@ def export(
     name = type(model).__name__
 
     with whole_folder(out) as folder:
-        try:
-            model.save_pretrained(folder)
-        except SafetensorError as error:  # a full disk
-            raise OSError(f"cannot write {out}: {error}") from None
+        model.save_pretrained(folder)
         if tokenizer:
             tokenizer(folder)
         needs = _write_configs(folder, rope.layers(model.config), bos_token_id, eos_token_id)

@@ -239,29 +239,18 @@ def _results(
     }
     provenance = {key: e.provenance.get(key) for key in PROVENANCE}
     of_file |= {key: "" if value is None else str(value) for key, value in provenance.items()}
-    documents = {(m.part.name, m.length): grouping(m.documents, len(m.nats)) for m in e.measured}
+    documents = {(m.part, m.length): grouping(m.documents, len(m.nats)) for m in e.measured}
     rows = []
-    for part, length, quantity, unit, sample, optimum in e.rows():
+    for row in e.rows():
+        sample, optimum = row["sample"], row["optimum_sample"]
         # A part without scored tokens has no mean.
         if sample.units.sum() > 0:
-            of_part = {
-                "task": part.task,
-                "difficulty": part.difficulty,
-                "depth": part.depth,
-                "span_start": part.first,
-                "span_end": part.last,
-                "continuation": part.continuation,
-                "part": part.name,
-                "length": length,
-                "quantity": quantity,
-                "unit": unit,
+            numbers = {
                 "value": sample.values.sum() / sample.units.sum(),
                 "optimum": np.nan if optimum is None else optimum.values.sum() / optimum.units.sum(),
                 "documents": sample.units.size,
-                "sample": sample,
-                "optimum_sample": optimum,
             }
-            rows.append((of_file | of_part, documents.get((part.name, length))))
+            rows.append((of_file | row | numbers, documents.get((row["part"], row["length"]))))
     return rows
 
 

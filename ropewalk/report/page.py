@@ -1,9 +1,12 @@
-"""The page of a report: an answer, a figure, a table, the rest collapsed; the same tables as Markdown, and as CSV."""
+"""The page of a report: an answer, a figure, a table, the rest collapsed; the same tables as Markdown, and as CSV.
+
+On a terminal a run ends with a table and the answer.
+"""
 
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -11,13 +14,16 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from ropewalk.files import write_text
+from conf.schema import Config
+from ropewalk.evaluation.results import Evaluation
+from ropewalk.files import printable, write_text
 from ropewalk.report import frame
 from ropewalk.report.answer import amount, answer, far_text, percent
 from ropewalk.report.frame import PROVENANCE, Runs
 from ropewalk.report.table import BEST_POSSIBLE, LEARNED, losses_of_text, over_seeds, results
 
 PAGE = "report.html"
+WIDTH = 100  # columns of a terminal
 COSTS = {"parameters": "parameters", "tokens_per_s": "tokens/s", "peak_memory_mb": "MB at most"}
 AS_GAINS = ("far_copies", "key_tokens")  # measures whose losses are only shown as the gain over the cut text
 
@@ -208,6 +214,30 @@ def markdown_table(header: Sequence[object], rows: Sequence[Sequence[object]]) -
 def csv(runs: Runs, reference: str = "rope") -> str:
     """Return the long table. A text that a spreadsheet would compute begins with an apostrophe."""
     return results(runs, reference).replace(r"^([=+\-@\t])", r"'\1", regex=True).to_csv(index=False)
+
+
+def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> None:
+    """Print the results of a run: a table with a column for each reading of its weights, and the answer.
+
+    Args:
+        cfg: its tolerance decides what is level, instead of that which the run was trained with.
+        only: print only results with the same measure and settings as these.
+    """
+    runs = frame.load(run)
+    for config in runs.configs.values():
+        config["eval.tolerance"] = cfg.eval.tolerance
+    table = results(runs)
+    shown = grids(table)[:1]
+    if only is not None:
+        asked = {(e.kind, json.dumps(e.eval, sort_keys=True)) for e in only}
+        # Not table[...]: of an empty table an empty list would choose no columns.
+        table = table.loc[[measured in asked for measured in zip(table.measure, table["eval"], strict=True)]]
+        # That by position has a row for each of many positions, and the answer is not made of it.
+        others = table[table.measure != "by_position"]
+        shown = grids(table if others.empty else others)
+    for grid in shown:
+        print(printable(f"{run.name}: {grid.title}\n{grid.cells.T.to_string(line_width=WIDTH)}\n"))
+    print(*map(printable, answer(table)), sep="\n")
 
 
 def picture(runs: Runs, kind: str, reference: str = "rope") -> bytes:

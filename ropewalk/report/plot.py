@@ -3,7 +3,7 @@
     table = ropewalk.runs("runs")
     ax = ropewalk.plot.gain(table)                              # a figure of its own
     ropewalk.plot.gain(table, ax=axes[0], lines=["fox"])        # in yours; all other lines are grey
-    ropewalk.plot.save(ax.figure, "gain.pdf")                   # or .svg, .png
+    ax.figure.savefig("gain.pdf")                               # or .svg, .png
 
 Colours are for a light or a dark background, whichever the Axes has.
 """
@@ -14,7 +14,6 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -26,7 +25,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
 
-from ropewalk.files import printable, write_bytes
+from ropewalk.files import printable
 from ropewalk.report.frame import START
 from ropewalk.report.table import BEST_POSSIBLE, losses_of_text, over_seeds
 
@@ -186,16 +185,8 @@ def figure_of(ax: Axes) -> Figure:
     return figure
 
 
-def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure as its file's ending says: .svg, .png or .pdf. The same figure makes the same bytes.
-
-    Raises ValueError: the ending is another.
-    """
-    write_bytes(Path(path), written(figure, Path(path).suffix.removeprefix(".")))
-
-
 def written(figure: Figure, kind: str) -> bytes:
-    """Return a figure as "svg", "png" or "pdf"."""
+    """Return a figure as "svg", "png" or "pdf"; the same figure makes the same bytes. ValueError: another kind."""
     if kind not in TIMELESS:
         raise ValueError(f"a figure is written as .svg, .png or .pdf, not as .{kind}")
     file = io.BytesIO()

@@ -20,7 +20,7 @@ from model.gpt import GPT
 from model.serialization import renamed
 from ropewalk.files import atomic_write, printable
 from ropewalk.training.distributed import is_rank_zero, on_rank_zero, rank_zero_only
-from ropewalk.training.sharding import assign, full_tensor
+from ropewalk.training.ranks import assign, full_tensor
 
 _ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each parameter
 

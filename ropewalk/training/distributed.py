@@ -129,34 +129,28 @@ def shared_batches(n: int, batch_size: int, context_parallel: int = 1) -> list[i
 class Launcher(NamedTuple):
     """Who started the processes of this run."""
 
-    name: str  # "" if nobody did: one process
+    name: str  # "" if nobody did, or Fabric: one process
     on_this_machine: int
     world_size: int
+    rank: int  # of this process, also before the ranks have met
 
 
 def started_by() -> Launcher:
     """Read from the environment who started this process."""
     env = os.environ
     if env.keys() >= {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "WORLD_SIZE"}:
-        return Launcher("torchrun", int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]))
+        return Launcher("torchrun", int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]), int(env["RANK"]))
     # SLURM_NTASKS says what a job has reserved. Only srun starts that many processes, and sets the other two.
     in_step = env.keys() >= {"SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"}
     if in_step and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # the second is Fabric's rule
         on_this_machine = int(env.get("SLURM_NTASKS_PER_NODE") or env["SLURM_NTASKS"])
-        return Launcher("Slurm", on_this_machine, int(env["SLURM_NTASKS"]))
-    return Launcher("", 1, 1)
+        return Launcher("Slurm", on_this_machine, int(env["SLURM_NTASKS"]), int(env["SLURM_PROCID"]))
+    return Launcher("", 1, 1, int(env["LOCAL_RANK"]) if _is_child() else 0)  # Fabric sets it
 
 
 def _is_child() -> bool:
     """True if this process was started by Fabric's own launcher, in another process of this run."""
     return os.environ.get(_PARENT, str(os.getpid())) != str(os.getpid())
-
-
-def env_rank() -> int:
-    """The rank this process was started as, also before the ranks have met; 0 unless a launcher started several."""
-    if started_by().world_size > 1:
-        return int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
-    return int(os.environ["LOCAL_RANK"]) if _is_child() else 0  # Fabric sets it
 
 
 def resolve_devices(devices: int | str, *, device: str) -> int:
@@ -275,7 +269,7 @@ def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | s
     """Fabric's strategy for this run."""
     from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 
-    from ropewalk.training.sharding import shard
+    from ropewalk.training.ranks import shard
 
     # gloo carries what is gathered and broadcast on the CPU, NCCL the gradients.
     backend = "cpu:gloo,cuda:nccl" if hardware.device == "cuda" else "gloo"

@@ -1,18 +1,29 @@
-"""What a step does with one process, DDP or FSDP. The loop says it once for all."""
+"""What differs with the ranks of a run: one process, DDP or FSDP. The loop says it once for all.
 
-from contextlib import AbstractContextManager
+FSDP: weights, gradients and optimizer state in shards over the ranks (PyTorch's fully_shard). With replicas (HSDP) only
+so many ranks as hold one copy share it: they gather weights among themselves, and only the gradients of the shards go
+to the other copies.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from conf.schema import Config
 from model.gpt import GPT
 from ropewalk.training.hardware import Hardware
-from ropewalk.training.sharding import average_unsharded_gradients
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
+
+SHARDS = "tensor_parallel"  # Fabric's name for the ranks that share one copy of the model
 
 
 class Ranks:
@@ -31,7 +42,7 @@ class Ranks:
         self.sharded = cfg.trainer.strategy == "fsdp"
         if hardware.compile:
             compile_parts(net, loss=not self.sharded, stages=len(cfg.stages) + 1)
-        if net.embedding.weight.is_meta and not self.sharded:  # else each rank makes its part: see `sharding.shard`
+        if net.embedding.weight.is_meta and not self.sharded:  # else each rank makes its part: see `shard`
             net.materialise("cpu")
         self.model = fabric.setup_module(net)  # wrapped by the strategy
 
@@ -51,14 +62,18 @@ class Ranks:
 
     def end(self, totals: Tensor) -> Tensor:
         """After the last micro-batch: the sum of `totals` over the ranks. Gradients are averages over them now."""
-        average_unsharded_gradients(self.net)
+        if self.sharded:  # FSDP leaves the gradients of what is whole on every rank alone
+            for p in self.net.parameters():
+                if p.grad is not None and not isinstance(p, DTensor):
+                    dist.all_reduce(p.grad)
+                    p.grad /= self.size
         return self.fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[return-value]
 
 
 def compile_parts(net: GPT, *, loss: bool, stages: int = 1) -> None:
     """Compile the blocks of `net`, and its loss apart: layers of one kind share a graph, whatever their number.
 
-    Each length and stage has a graph of its own. Wrap evaluations, which need none, in `sharding.evaluating`.
+    Each length and stage has a graph of its own. Wrap evaluations, which need none, in `evaluating`.
     """
     from torch._dynamo import config  # takes a second to import
 
@@ -68,3 +83,69 @@ def compile_parts(net: GPT, *, loss: bool, stages: int = 1) -> None:
         block.compile(dynamic=False)
     if loss:
         net.loss = torch.compile(net.loss, dynamic=False)  # type: ignore[method-assign]
+
+
+def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
+    """Shard `net` in place over the ranks. Each block is a unit, gathered when it runs.
+
+    `mesh` is [replicas, ranks of a replica], as `ropewalk.training.distributed` asks Fabric for it. A network
+    on the device "meta" gets memory for its shards, without values.
+
+    In bf16-mixed the gathered weights are bf16 and freed after each unit; autocast alone would keep a bf16 copy of all
+    of them from the forward to the backward pass. The inputs of a block are not cast, as the tables of positions need
+    fp32.
+    """
+    policy = MixedPrecisionPolicy()
+    if hardware.precision == "bf16-mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    # The parameters of position encodings are small and need fp32: they stay whole on every rank, and FSDP leaves them
+    # and their gradients alone. So do norms and sinks where autocast alone would keep them in fp32.
+    whole = {p for pe in net.distinct_encodings for p in pe.parameters()}
+    if hardware.precision == "bf16-mixed":
+        whole.update(p for p in net.parameters() if p.ndim < 2)
+    if not net.embedding.weight.is_meta:
+        for p in whole:
+            p.data = p.data.to(hardware.device)
+    if mesh.size(0) == 1:
+        mesh = mesh[SHARDS]
+    for module in (*net.blocks, net):
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
+    if net.embedding.weight.is_meta:
+        net.materialise(hardware.device)  # so no rank ever holds more than its shards
+    return net
+
+
+@contextmanager
+def evaluating(net: GPT) -> Iterator[None]:
+    """Allow `net.hidden_states` and `net.head` to be called on any network inside it, by all ranks alike.
+
+    What is compiled for training runs eagerly: an evaluation has so many lengths that compiling takes longer.
+    """
+    with ExitStack() as ending:
+        if any(block._compiled_call_impl is not None for block in net.blocks):
+            ending.enter_context(torch.compiler.set_stance("force_eager"))
+        if isinstance(net, FSDPModule):
+            register_fsdp_forward_method(net, "hidden_states")
+            ending.callback(net.reshard)
+            ending.callback(delattr, net, "hidden_states")  # in training, `forward` does the same
+        yield
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded. If it is, all ranks must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def assign(parameter: Tensor, whole: Tensor) -> None:
+    """Copy the values `whole` into a parameter, which may be a shard of them. Without communication."""
+    whole = whole.to(parameter.device, parameter.dtype)
+    if isinstance(parameter, DTensor):
+        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(whole)

@@ -1,9 +1,13 @@
-"""Stopping a training run early, with a checkpoint: signals and the time limit."""
+"""What follows an optimizer step: a row, a validation, an evaluation, a checkpoint, or an end by a signal or time."""
 
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any, Self
+
+from conf.schema import Config
+from ropewalk.training.distributed import any_rank
 
 STOPPED = 75  # exit code, os.EX_TEMPFAIL "try again later": a job script requeues on it and on no other
 INTERRUPTED = 130  # after Ctrl-C, as in shells
@@ -46,11 +50,39 @@ class Stop:
         """True after a signal, which is more pressing than the time limit."""
         return (self.reason or "").startswith("SIG")
 
-    def __str__(self) -> str:
-        return self.reason or "another process was told to stop"
-
     def __bool__(self) -> bool:
         """True once training should end."""
         if self.reason is None and self.minutes is not None and time.monotonic() - self.started > 60 * self.minutes:
             self.reason = f"trainer.time_limit={self.minutes:g} minutes"
         return self.reason is not None
+
+
+@dataclass
+class Due:
+    """The work that follows an optimizer step."""
+
+    validating: bool
+    logging: bool
+    measuring: bool
+    saving: bool
+    stopping: bool
+    interrupted: bool  # by Ctrl-C, which has an exit code of its own
+
+
+def due_after(step: int, cfg: Config, stop: Stop, saved: float) -> Due:
+    """Return what is due after `step`, if the last checkpoint was saved at the time `saved`. All ranks agree."""
+    t = cfg.trainer
+    last = step == t.max_steps
+    late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
+    stopping = bool(stop) and not last
+    # Signals and clocks differ among ranks, but saving and stopping take all of them: if one rank must, all do.
+    stopping, interrupted, late = any_rank(stopping, stop.reason == "SIGINT", late)
+    validating = step % t.val_every == 0 or last
+    return Due(
+        validating=validating,
+        logging=step % t.log_every == 0 or validating or step == 1,
+        measuring=step in cfg.eval.at,
+        saving=step % t.checkpoint_every == 0 or last or late or stopping,
+        stopping=stopping,
+        interrupted=interrupted,
+    )

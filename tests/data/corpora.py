@@ -55,7 +55,6 @@ def write_vocabulary(path, merges=(b"th", b"the", b" the"), skip=0):
     ranks = {bytes([i]): i for i in range(256)}
     for i, piece in enumerate(merges):
         ranks[piece] = 256 + skip + i
-    with path.open("w") as file:
-        for piece, rank in ranks.items():
-            file.write(f"{base64.b64encode(piece).decode()} {rank}\n")
+    lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for piece, rank in ranks.items()]
+    path.write_text("".join(lines))
     return str(path)

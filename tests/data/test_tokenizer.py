@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from data.hf_tokenizer import HFTokenizer, pre_tokenizer
 from data.tokenizer import FILE_PATTERN, Tokenizer
-from ropewalk.evaluation.measures.cut import inputs_of
+from ropewalk.evaluation.measures.far_copies import inputs_of
 from ropewalk.hf.tokenizers import write
 
 BYTES = Tokenizer("bytes")
@@ -304,11 +304,7 @@ def test_windows_and_prompts_begin_as_the_tokenizer_begins_texts(tmp_path):
         assert torch.equal(x, expected_x)
         assert torch.equal(y, expected_y)
 
+    cut = inputs_of(x, slice(3, 6), start)  # also where a part of a text is read alone
 
-def test_a_part_of_a_text_that_is_read_alone_begins_as_texts_do():
-    x = torch.arange(20).view(2, 10)
-
-    window = slice(3, 6)
-
-    assert inputs_of(x, window, None).tolist() == [[3, 4, 5], [13, 14, 15]]
-    assert inputs_of(x, window, 99).tolist() == [[99, 4, 5], [99, 14, 15]]
+    assert cut[:, 0].tolist() == [start] * len(x)
+    assert torch.equal(cut[:, 1:], x[:, 4:6])

@@ -126,7 +126,7 @@ def test_a_gate_gets_a_gradient_at_a_whole_position():
     visible = torch.ones(3, 3, dtype=torch.bool).tril()
 
     def loss(k):
-        out = cope_attention(q, k, v, table, scale=1.0, visible=visible)
+        out = cope_attention(q, k, v, table, scale=1.0, visible=visible, position_q=q)
         return (out[0, 0, 2] ** 3).sum()
 
     (grad,) = torch.autograd.grad(loss(k), k)

@@ -333,9 +333,9 @@ def test_a_key_beyond_the_window_has_no_influence_and_the_cache_forgets_it(name)
         cache = Cache()
         for token in idx.split(1, dim=1):
             read(token, cache=cache)
-        for buffers in cache._buffers.values():
-            for x in buffers.values():
-                assert x.size(1) <= max(2 * seen, LENGTH // 2)
+        for held in cache._held.values():
+            for x in held.values():
+                assert x.size(1) <= seen
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])

@@ -6,6 +6,7 @@ Both kinds of tokens count: those that continue as the earlier words did, and ot
 induction score (Olsson et al., arXiv 2209.11895) on natural text; compare LongPPL (arXiv 2410.23771).
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -16,7 +17,6 @@ from torch import Tensor
 from conf.schema import Config
 from data.base import Data, EvalSet
 from ropewalk.evaluation.measures.base import Job, Plan
-from ropewalk.evaluation.measures.cut import nats_of_cut
 from ropewalk.evaluation.results import Measured
 from ropewalk.evaluation.scoring import Scorer
 
@@ -112,3 +112,47 @@ def match_tokens(data: Data, texts: EvalSet) -> int:
     _, targets = texts.batch(0, 1)
     bytes_per_token = float(data.token_bytes[targets].float().mean())
     return max(MATCH_TOKENS, round(MATCH_BYTES / max(bytes_per_token, 1)))
+
+
+def windows(length: int, short: int) -> Iterator[tuple[slice, int]]:
+    """Yield windows of `short` tokens that overlap by half, and how many first targets of each are scored already.
+
+    The targets from `short` on are new in one window each, with between short / 2 and `short` tokens before them.
+    """
+    step = max(1, short // 2)
+    scored_to = short
+    for start in [*range(step, length - short, step), length - short]:
+        yield slice(start, start + short), scored_to - start
+        scored_to = start + short
+
+
+def nats_of_cut(score: Scorer, texts: EvalSet, groups: Tensor, n_groups: int, short: int) -> np.ndarray:
+    """Sum the losses of the targets from `short` on, read in `windows`, for each text and group, nats [n, n_groups].
+
+    Args:
+        groups: the group of each target, int64 [n, length]; -1: not scored.
+    """
+    total = np.zeros(())
+    for window, n_scored in windows(texts.length, short):
+        of_window = groups[:, window].clone()
+        of_window[:, :n_scored] = -1
+        total = total + score(_only(texts, window), of_window, n_groups).nats
+    return total
+
+
+def _only(texts: EvalSet, window: slice) -> EvalSet:
+    """Return only the tokens of `window` of every text."""
+
+    def batch(first: int, last: int) -> tuple[Tensor, Tensor]:
+        x, y = texts.batch(first, last)
+        return inputs_of(x, window, texts.text_start), y[:, window]
+
+    return EvalSet("cut", window.stop - window.start, texts.n, batch)
+
+
+def inputs_of(x: Tensor, window: slice, text_start: int | None) -> Tensor:
+    """Return a window of texts [B, T], which begins with the token that texts begin with, if there is one."""
+    part = x[:, window].clone()
+    if text_start is not None:
+        part[:, 0] = text_start
+    return part

@@ -6,10 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import snapshot, train_here
 
 from lab.board import board, page, rules, trials
 from model.gpt import GPT
+from model.position.rotary import Rotary
 from model.size import n_parameters
 from ropewalk.app.cli import encoding
 from scripts import enter as program
@@ -25,7 +27,7 @@ class Mine(Rotary):
 TRACK = [
     "model.n_layer=1", "model.dim=16", "model.n_head=2", "model.head_dim=8", "trainer.max_steps=2",
     "trainer.batch_size=2", "trainer.val_tokens=64", "trainer.val_every=2", "trainer.accelerator=cpu", "train_len=16",
-    "eval.lengths=[1,8]", "eval.target_tokens=8", "eval.sequences=2", "eval.by_position=false", "optim.warmup_steps=1",
+    "eval.lengths=[1,8]", "eval.target_tokens=8", "eval.sequences=2", "optim.warmup_steps=1",
 ]  # fmt: skip
 FILES = {
     "2026-01-01-rope/pe.yaml": "pe: rope\n",
@@ -95,7 +97,8 @@ def test_entries_become_lines_verdicts_and_a_page(entries, enter, tmp_path):
     configured = board.configured(board.load(entries / names[0]), [*TRACK, f"runs_dir={tmp_path / 'runs'}"])
     runs = board.runs_of(configured, rope["seeds"])
     losses = trials.losses(runs[0])
-    short, long = (losses[length].sample.values.sum() / losses[length].sample.units.sum() for length in (16, 128))
+    samples = [losses[length]["sample"] for length in (16, 128)]
+    short, long = (sample.values.sum() / sample.units.sum() for sample in samples)
 
     assert rope["measured"]["gain"][0][0] == pytest.approx(short - long, abs=1e-6)
     assert [run.data["texts"] for run in runs] == 2 * rope["seeds"]
@@ -112,14 +115,31 @@ def test_what_is_not_committed_has_no_seeds_yet(entries, enter):
     assert "commit" in enter("2026-01-02-mine", code=2).err
 
 
-def test_size_and_cost_are_multiples_of_those_of_rope():
-    cope = trials.configuration(*board.TEXTS, *TRACK, pe=encoding("cope"))
-    counts = n_parameters(GPT(cope.model, cope.pe, vocab_size=10, train_len=16))
+class Heavy(Rotary):
+    """RoPE with a table of positions that nobody reads, and a sum over millions of numbers in each step."""
 
-    parameters, cost = board.size_and_cost(cope)
+    def __init__(self, shape, **options):
+        super().__init__(shape, **options)
+        self.unused = torch.nn.Parameter(torch.zeros(1000))
 
-    assert parameters == pytest.approx(counts["total"] / (counts["total"] - counts["position"]), abs=1e-4)
-    assert cost > 1
+    def reset_parameters(self, generator):
+        torch.nn.init.zeros_(self.unused)
+
+    def tables(self, pos, length):
+        sum(range(3_000_000))
+        return super().tables(pos, length)
+
+
+def test_size_and_cost_are_multiples_of_those_of_rope(monkeypatch):
+    monkeypatch.setenv("ROPEWALK_PLUGINS", __name__)
+    rope = encoding("rope")
+    heavy = trials.configuration(*board.TEXTS, *TRACK, pe=rope | {"_target_": f"{__name__}.Heavy"})
+    of_rope = n_parameters(GPT(heavy.model, rope, vocab_size=10, train_len=16))["total"]
+
+    parameters, cost = board.size_and_cost(heavy)
+
+    assert parameters == pytest.approx(1 + 1000 / of_rope, abs=1e-4)
+    assert cost > rules.COST
 
 
 def test_the_page_of_this_repository_is_what_its_verdicts_make():

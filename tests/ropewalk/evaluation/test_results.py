@@ -53,7 +53,7 @@ def test_the_same_settings_replace_their_file_and_others_never_do(tmp_path):
         {"scale": 2.0},
         {"step": 5},
         {"eval": {"lengths": LENGTHS, "texts": "others"}},
-        {"kind": "by_position"},
+        {"kind": "far_copies"},
     ]
     path = evaluation().save(tmp_path)
     for settings in others:
@@ -132,20 +132,20 @@ def row_of(measured: Measured, **more):
 
 def test_a_loss_is_in_bits_per_byte_or_token():
     row = row_of(text(256, 2.0, optimum_nats=[15 * BITS] * TEXTS))
-    assert row.unit == "bits per byte"
-    assert row.length == 256
-    assert estimate(row.sample).value == pytest.approx(2.0, abs=0.05)
-    assert estimate(row.optimum).value == pytest.approx(1.5)
-    assert row_of(text(256, 2.0, bytes=[0] * TEXTS)).unit == "bits per token"
+    assert row["unit"] == "bits per byte"
+    assert row["length"] == 256
+    assert estimate(row["sample"]).value == pytest.approx(2.0, abs=0.05)
+    assert estimate(row["optimum_sample"]).value == pytest.approx(1.5)
+    assert row_of(text(256, 2.0, bytes=[0] * TEXTS))["unit"] == "bits per token"
 
 
 def test_a_task_has_errors():
     """In percent of the tokens that are scored."""
     two_of_ten_wrong = text(256, 2.0, task="recall", difficulty="hard", errors=[2] * TEXTS)
     row = row_of(two_of_ten_wrong, task="recall")
-    assert row.unit == "error in percent"
-    assert row.part.name == "hard"
-    assert estimate(row.sample).value == 20
+    assert row["unit"] == "error in percent"
+    assert row["part"] == "hard"
+    assert estimate(row["sample"]).value == 20
 
 
 def test_ruler_has_answers_found_and_gains():
@@ -159,7 +159,7 @@ def test_ruler_has_answers_found_and_gains():
     ]
     means = {}
     for row in evaluation(kind="ruler", measured=measured).rows():
-        means[row.part.name, row.unit] = estimate(row.sample).value
+        means[row["part"], row["unit"]] = estimate(row["sample"]).value
 
     assert means["niah_single depth 0.00", "answers found in percent"] == 50
     assert means["mean", "answers found in percent"] == 75
@@ -169,7 +169,7 @@ def test_ruler_has_answers_found_and_gains():
 
 def test_texts_of_one_document_are_one():
     """They are no independent draws: their sums are added."""
-    sample = row_of(text(256, 2.0, documents=["a", 7, "b", 7] * 5)).sample
+    sample = row_of(text(256, 2.0, documents=["a", 7, "b", 7] * 5))["sample"]
     assert sample.units.tolist() == [50, 100, 50]
 
 

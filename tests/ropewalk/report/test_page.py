@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from synthetic import MEASURES, write_run, write_runs
 
 import ropewalk
-from ropewalk.report import frame, page, terminal
+from ropewalk.report import frame, page
 from ropewalk.report.answer import amount, answer
 from ropewalk.report.table import over_seeds, results
 
@@ -75,7 +75,7 @@ def test_names_are_only_text(tmp_path):
 
 def test_the_end_of_a_run_has_its_numbers(tmp_path, capsys):
     run = write_run(tmp_path, "rope", name="[red]r", variants=["yarn"], kinds=MEASURES)
-    terminal.show(run, SimpleNamespace(eval=SimpleNamespace(tolerance=0.02)))
+    page.show(run, SimpleNamespace(eval=SimpleNamespace(tolerance=0.02)))
     text = capsys.readouterr().out
     assert text.startswith("[red]r: ")
     gains = over_seeds(ropewalk.runs(run)).query("length == 2048 and rank == 1").gain

@@ -181,7 +181,7 @@ def test_curves_are_means_over_the_seeds_and_end_on_the_axis():
         ),
         (
             r"not as \.gif",
-            lambda _: plot.save(plot.new().figure, "a.gif"),
+            lambda _: plot.written(plot.new().figure, "gif"),
         ),
     ],
 )

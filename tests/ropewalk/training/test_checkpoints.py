@@ -30,10 +30,10 @@ def save(folder, net, optimizer, step):
 
 
 def assert_same_state(net, optimizer, other, its_optimizer):
-    for p, q in zip(net.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
-        for key, value in optimizer.state[p].items():
-            assert torch.equal(value, its_optimizer.state[q][key])
+    state = [optimizer.state[p] for p in net.parameters()]
+    its_state = [its_optimizer.state[p] for p in other.parameters()]
+    torch.testing.assert_close(other.state_dict(), net.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(its_state, state, rtol=0, atol=0)
 
 
 def test_names_of_older_versions_are_read(tmp_path):

@@ -2,7 +2,7 @@
 
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import check
-from ropewalk.training.console import show
+from ropewalk.training.rows import show
 
 
 def test_a_speed_of_zero_says_nothing_of_the_time_left(capsys):

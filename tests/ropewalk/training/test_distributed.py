@@ -5,7 +5,7 @@ import pytest
 from model.gpt import GPT
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import check
-from ropewalk.training.distributed import env_rank, started_by
+from ropewalk.training.distributed import started_by
 from ropewalk.training.plan import Plan
 
 RESERVED = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "", "SLURM_JOB_NAME": "mine"}
@@ -26,7 +26,7 @@ def test_slurm_starts_processes_by_srun_alone(monkeypatch, variables, processes,
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert started_by().world_size == processes
-    assert env_rank() == rank
+    assert started_by().rank == rank
 
 
 def test_a_run_in_a_reservation(train, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from conftest import rows_of
 from scipy.stats import binomtest, chisquare
 
-from ropewalk.training.positions import draw_positions, draw_window
+from ropewalk.training.plan import draw_positions, draw_window
 from ropewalk.training.ranks import Ranks
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from planted import Planted, Texts, results_of
 
 from ropewalk.evaluation.measures import far_copies
-from ropewalk.evaluation.measures.cut import windows
+from ropewalk.evaluation.measures.far_copies import windows
 
 LENGTH = 64
 SHORT = 16
