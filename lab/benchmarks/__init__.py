@@ -1,4 +1,4 @@
-"""The measurements of `scripts/bench.py`.
+"""The measurements of `scripts/bench.py` and `scripts/check_gpu.py`.
 
 For: claims about speed. Has shown: the tables of docs/performance.md. Leaves: what no table there shows any more.
 """
@@ -11,9 +11,8 @@ from conf.schema import Count, Section
 
 
 class Options(Section):
-    """Options of `scripts/bench.py`; conf/bench.yaml explains them."""
+    """Options of both programs; conf/bench.yaml explains them."""
 
-    mode: Literal["attention", "exactness", "rotation", "training"]
     rounds: int = Field(ge=2)
     device: Literal["auto", "cpu", "cuda", "mps"]
     encodings: list[str | dict[str, Any]] | None
@@ -24,6 +23,7 @@ class Options(Section):
     head_dim: Count
     dtype: Literal["float32", "bfloat16"]
     steps: Count
+    minutes: float = Field(gt=0)
     train_len: Count
     model: dict[str, Any]
     data: dict[str, Any]

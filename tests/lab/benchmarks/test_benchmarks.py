@@ -7,7 +7,7 @@ import torch
 from conftest import write_knots
 
 from conf.schema import parse
-from lab.benchmarks import Options, measure, training
+from lab.benchmarks import measure, training
 from ropewalk.app import cli
 from scripts import bench
 
@@ -33,7 +33,7 @@ def options(tmp_path):
         "lengths=[32]",
     ]
     with cli.composed("bench", "mode=training", *small) as config:
-        return parse(Options, cli.plain(config))
+        return parse(bench.BenchOptions, cli.plain(config))
 
 
 def test_the_measured_memory_is_all_that_is_held_at_once():
