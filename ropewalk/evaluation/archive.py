@@ -10,9 +10,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, Field, Json, create_model
 
 from conf.schema import Config, defaults_of
 from ropewalk.evaluation.statistics import Sample
@@ -23,18 +24,29 @@ SUFFIX = ".jsonl.gz"
 LOCAL = ("runs_dir", "data.cache_dir")
 SAMPLES = ("sample", "optimum_sample")
 LARGEST = 2**28  # bytes of a file, uncompressed
-# The types of what tables group, sort and compute by.
-RUN = {str: ("name", "encoding", "data", "identity"), int: ("seed", "train_len"), bool: ("done",)}
-RESULT = {
-    str: (
-        "file", "kind", "eval", "variant", "encoding", "pe", "task", "difficulty", "continuation", "part", "quantity",
-        "unit", "command",
-    ),
-    int: ("seed", "train_len", "length", "step", "texts", "documents"),
-    float: ("depth", "span_start", "span_end", "value", "optimum", "scale"),
-    bool: ("own_pe", "zero_shot", "skipped"),
-}  # fmt: skip
-POSITIVE = ("train_len", "length")
+Length = Annotated[int, Field(ge=1)]
+
+
+def _schema(types: Mapping[Any, Sequence[str]]) -> type[BaseModel]:
+    """Return what tables group, sort and compute by: of another type a table would fail, far from its file."""
+    fields: dict[str, Any] = {name: (kind, ...) for kind, names in types.items() for name in names}
+    return create_model("Row", **fields)
+
+
+RUN = _schema({str: ("name", "encoding", "data", "identity"), int: ("seed",), Length: ("train_len",), bool: ("done",)})
+RESULT = _schema(
+    {
+        str: (
+            "file", "kind", "variant", "encoding", "task", "difficulty", "continuation", "part", "quantity", "unit",
+            "command",
+        ),
+        Json[dict[str, Any]]: ("eval", "pe"),
+        int: ("seed", "step", "texts", "documents"),
+        Length: ("train_len", "length"),
+        float: ("depth", "span_start", "span_end", "value", "optimum", "scale"),
+        bool: ("own_pe", "zero_shot", "skipped"),
+    }
+)  # fmt: skip
 
 
 def write(
@@ -87,10 +99,8 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str,
             config = defaults | result.pop("config")
             result["path"] = run["path"] = f"{path}/{result.pop('name')}"
             result.setdefault("train_len", run["train_len"])  # in files that do not say it
-            _check(run, RUN)
-            _check(result, RESULT)
-            if not all(isinstance(json.loads(result[key]), dict) for key in ("eval", "pe")):
-                raise ValueError("eval and pe must be objects")
+            RUN.model_validate(run, strict=True)
+            RESULT.model_validate(result, strict=True)
             for key in SAMPLES:
                 result[key] = result[key] and _sample(**result[key])
         except Exception as error:  # it may be from anybody
@@ -98,17 +108,8 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str,
         yield run, config, result
 
 
-def _check(values: Mapping[str, Any], types: Mapping[type, Sequence[str]]) -> None:
-    """Raise ValueError unless all values have their types: of another one a table would fail, far from its file."""
-    for kind, names in types.items():
-        for name in names:
-            is_number = kind is float and type(values[name]) is int
-            if not (type(values[name]) is kind or is_number) or (name in POSITIVE and values[name] < 1):
-                raise ValueError(f"{name}={values[name]!r}")
-
-
 def _sample(values: list[float], units: list[float]) -> Sample:
     sample = Sample(np.array([values], dtype=float), np.array(units, dtype=float))
-    if sample.units.shape != (len(values),) or not np.isfinite(sample.values).all() or not sample.units.sum() > 0:
-        raise ValueError("a sample needs a finite value and a unit for each text, and units above 0")
+    if sample.units.shape != (len(values),) or not sample.units.sum() > 0:
+        raise ValueError("a sample needs a value and a unit for each text, and units above 0")
     return sample
