@@ -7,12 +7,12 @@ long table. Each row has the sums of every text, so that intervals and paired di
 import gzip
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import pandas as pd
 from pydantic import BaseModel, Field, Json, create_model
 
 from conf.schema import Config, defaults_of
@@ -22,6 +22,7 @@ from ropewalk.files import read_bytes, write_bytes
 SUFFIX = ".jsonl.gz"
 # Places on one machine say nothing about a result.
 LOCAL = ("runs_dir", "data.cache_dir")
+MADE = ["section", "group", "label", "settings", "line", "reading"]  # by comparing all runs that are read
 SAMPLES = ("sample", "optimum_sample")
 LARGEST = 2**28  # bytes of a file, uncompressed
 Length = Annotated[int, Field(ge=1)]
@@ -50,35 +51,29 @@ RESULT = _schema(
 
 
 def write(
-    path: Path, runs: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping[str, Any]],
-    results: Sequence[Mapping[str, Any]],
+    path: Path, runs: pd.DataFrame, configs: Mapping[str, Mapping[str, Any]], results: pd.DataFrame
 ) -> None:  # fmt: skip
     """Write the rows of complete runs, sums rounded to four digits, without the loss by position, which is the bulk.
 
     Args:
-        runs, configs, results: as `ropewalk.report.frame` reads them.
+        runs, configs, results: as in `ropewalk.report.frame.Runs`.
     """
-    complete = {run["path"]: run for run in runs if run["done"]}
-    names = {}  # by path: runs of two folders may have the same, and would be one run
-    seen: Counter[str] = Counter()
-    for place, run in complete.items():
-        seen[run["name"]] += 1
-        number = seen[run["name"]]
-        names[place] = run["name"] if number == 1 else f"{number}-{run['name']}"
+    complete = runs[runs.done.astype(bool)].drop(columns=MADE, errors="ignore")
+    number = complete.groupby("name").cumcount() + 1  # runs of two folders may have the same name, and would be one
+    complete["name"] = complete.name.where(number == 1, number.astype(str) + "-" + complete.name)
+    of_path = complete.to_dict("index")
+    rows = results[results.path.isin(complete.index) & (results.kind != "by_position")]
     lines = []
-    for result in results:
-        if result["path"] not in complete or result["kind"] == "by_position":
-            continue
-        config = {key: value for key, value in configs[result["path"]].items() if key not in LOCAL}
-        row = {"name": names[result["path"]]} | dict(result) | {"run": complete[result["path"]]}
-        row["command"] = re.sub(r" '?(runs_dir|data\.cache_dir)=\S+", "", result["command"])
+    for row in rows.drop(columns=MADE, errors="ignore").to_dict("records"):
+        place = row.pop("path")
+        config = {key: value for key, value in configs[place].items() if key not in LOCAL}
+        row["command"] = re.sub(r" '?(runs_dir|data\.cache_dir)=\S+", "", row["command"])
         for key in SAMPLES:
-            sample = result[key]
+            sample = row[key]
             if sample is not None:
                 row[key] = {"values": np.round(sample.values[0], 4).tolist(), "units": sample.units.tolist()}
-        row["run"] = {key: value for key, value in row["run"].items() if key != "path"} | {"name": row["name"]}
-        del row["path"]
-        lines.append(json.dumps(row | {"config": config}) + "\n")
+        run = of_path[place]
+        lines.append(json.dumps({"name": run["name"], **row, "run": run, "config": config}) + "\n")
     # Without the time, so that equal results are equal files.
     write_bytes(path, gzip.compress("".join(lines).encode(), mtime=0))
 

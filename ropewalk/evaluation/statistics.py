@@ -28,9 +28,7 @@ def by_document(sample: Sample, documents: Sequence[int | str] | None) -> Sample
     Args:
         documents: the document of each text, [T]; None: every text has its own.
     """
-    if documents is None or len(set(documents)) == len(documents):
-        return sample
-    numbers = grouping(documents, len(documents))
+    numbers = grouping(documents, sample.units.size)
     values = np.stack([np.bincount(numbers, weights=of_seed) for of_seed in sample.values])
     return Sample(values, np.bincount(numbers, weights=sample.units))
 
@@ -137,9 +135,7 @@ def share(part: Sample, whole: Sample) -> Estimate:
         part: sums over the texts.
         whole: sums over the same texts, of one seed or of the seeds of `part`.
     """
-    mean = whole.values.mean(axis=0).sum()
-    if not mean:
-        mean = np.nan
+    mean = whole.values.mean(axis=0).sum() or np.nan
     value = part.values.mean(axis=0).sum() / mean
     scale = abs(mean / part.units.sum())
     # The linear part of the ratio has mean 0 and is in the units of the parts; dividing by the whole makes it a share.

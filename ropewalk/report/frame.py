@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
@@ -29,12 +30,15 @@ IGNORED = (
 )  # fmt: skip
 PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
 COSTS = ["parameters", "tokens_per_s", "peak_memory_mb"]  # of training.json; NaN where that has none
-RUN_COLUMNS = ["name", "seed", "encoding", "data", "train_len", "section", "group", "label", "settings", "done", *COSTS]
+RUN_COLUMNS = [
+    "name", "seed", "encoding", "data", "train_len", "section", "group", "label", "settings", "done", "identity",
+    *COSTS,
+]  # fmt: skip
 RESULT_COLUMNS = [
     "path", "file", "seed", "train_len", "section", "group", "line", "kind", "task", "difficulty", "depth",
     "span_start", "span_end", "continuation", "part", "length", "quantity", "unit", "value", "optimum", "texts",
-    "documents", "step", "reading", "variant", "encoding", "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
-    "sample", "optimum_sample",
+    "documents", "step", "reading", "variant", "encoding", "pe", "scale", "own_pe", "zero_shot", "skipped", "eval",
+    *PROVENANCE, "sample", "optimum_sample",
 ]  # fmt: skip
 
 
@@ -56,15 +60,15 @@ class Runs(NamedTuple):
     left_out: list[tuple[str, str]]
 
 
+@dataclass
 class _Read:
     """What lies in some folders, before runs are grouped."""
 
-    def __init__(self) -> None:
-        self.runs: list[dict[str, Any]] = []
-        self.configs: dict[str, dict[str, Any]] = {}
-        self.results: list[dict[str, Any]] = []  # RESULT_COLUMNS but for section, group, line and reading; with own_pe
-        self.left_out: list[tuple[str, str]] = []
-        self.texts: dict[Any, np.ndarray] = {}
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    configs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    results: list[dict[str, Any]] = field(default_factory=list)  # RESULT_COLUMNS but for section, group, line, reading
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    texts: dict[Any, np.ndarray] = field(default_factory=dict)
 
     @contextmanager
     def attempt(self, path: Path) -> Iterator[None]:
@@ -114,13 +118,29 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     """Read all runs in or below `folders`. A run that is broken in any way is left out.
 
     Args:
-        folders: also files as from `save`.
+        folders: also files that `archive.write` makes.
         only: patterns of names, as in "rope-*"; none: all runs.
         exclude: patterns of names that are passed over.
 
     Raises ConfigError: a folder does not exist.
     """
-    read = _read(folders, only, exclude)
+
+    def is_chosen(name: str) -> bool:
+        wanted, unwanted = (any(fnmatchcase(name, pattern) for pattern in patterns) for patterns in (only, exclude))
+        return (wanted or not only) and not unwanted
+
+    places = list(dict.fromkeys(map(Path, [folders] if isinstance(folders, str | Path) else folders)))
+    archives = [place for place in places if place.name.endswith(archive.SUFFIX) and place.is_file()]
+    read = _Read()
+    # First the run directories, each with all files of its results; then the files of many runs.
+    for path in _find([place for place in places if place not in archives]):
+        if is_chosen(printable(path.name)):
+            with read.attempt(path):
+                read.add_run(path)
+    for path in archives:
+        with read.attempt(path):
+            read.add_archive(path, is_chosen)
+
     runs = pd.DataFrame(columns=RUN_COLUMNS)
     results = pd.DataFrame(columns=RESULT_COLUMNS)
     if read.runs:
@@ -130,33 +150,6 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     if read.results:
         results = _with_lines(pd.DataFrame(read.results), runs)
     return Runs(runs[RUN_COLUMNS], results[RESULT_COLUMNS], read.configs, sorted(read.left_out))
-
-
-def save(path: Path, folders: Iterable[str | Path], only: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
-    """Write the complete runs in or below `folders` as one file that `load` reads."""
-    read = _read(folders, only, exclude)
-    archive.write(path, read.runs, read.configs, read.results)
-
-
-def _read(folders: str | Path | Iterable[str | Path], only: Sequence[str], exclude: Sequence[str]) -> _Read:
-    """Read all runs and results in or below `folders`; see `load`."""
-
-    def is_chosen(name: str) -> bool:
-        wanted, unwanted = (any(fnmatchcase(name, pattern) for pattern in patterns) for patterns in (only, exclude))
-        return (wanted or not only) and not unwanted
-
-    places = list(dict.fromkeys(map(Path, [folders] if isinstance(folders, str | Path) else folders)))
-    archives = [place for place in places if place.name.endswith(archive.SUFFIX) and place.is_file()]
-    read = _Read()
-    # First the run directories, each with all files of its results; then the files of `save`, each of many runs.
-    for path in _find([place for place in places if place not in archives]):
-        if is_chosen(printable(path.name)):
-            with read.attempt(path):
-                read.add_run(path)
-    for path in archives:
-        with read.attempt(path):
-            read.add_archive(path, is_chosen)
-    return read
 
 
 def curves(runs: Runs) -> pd.DataFrame:
