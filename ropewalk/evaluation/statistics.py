@@ -4,7 +4,7 @@ A measure is a ratio of sums over texts, such as all bits over all bytes. Its in
 the texts and the training seeds; with only one seed, of the texts alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +17,6 @@ class Sample(NamedTuple):
 
     values: np.ndarray  # [S, T] summed over each text: bits, or 100 times the wrong tokens
     units: np.ndarray  # [T] what they are divided by: bytes, or tokens
-
-
-Samples = Mapping[int, Sample]  # by text length in tokens
 
 
 def by_document(sample: Sample, documents: Sequence[int | str] | None) -> Sample:
@@ -109,21 +106,6 @@ def estimate(sample: Sample) -> Estimate:
         error = float(np.sqrt(variance / (seeds * texts)))
         half = float(stdtrit(freedom, 0.975)) * error
     return Estimate(value, value - half, value + half, seeds, error, float(freedom))
-
-
-def over_seeds(values: np.ndarray) -> Estimate:
-    """Estimate the mean of numbers, one for each of at least two seeds, by Student's distribution."""
-    return estimate(Sample(values[:, None], np.ones(1)))
-
-
-def difference(a: Sample, b: Sample) -> Estimate:
-    """Estimate `a` minus `b`, paired by seed and text, so that the variation they share cancels.
-
-    Raises ValueError: their seeds or texts differ.
-    """
-    if a.values.shape != b.values.shape or not np.array_equal(a.units, b.units):
-        raise ValueError(f"only the same seeds and texts can be compared, not {a.values.shape} and {b.values.shape}")
-    return estimate(Sample(a.values - b.values, a.units))
 
 
 def share(part: Sample, whole: Sample) -> Estimate:

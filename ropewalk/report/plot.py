@@ -5,7 +5,7 @@
     ropewalk.plot.gain(table, ax=axes[0], lines=["fox"])        # in yours; all other lines are grey
     ax.figure.savefig("gain.pdf")                               # or .svg, .png
 
-Colours are for a light or a dark background, whichever the Axes has.
+Colours are for a light background; on a page also for a dark one.
 """
 
 import io
@@ -20,7 +20,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from matplotlib import colors, ticker, transforms
+from matplotlib import ticker, transforms
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
@@ -119,7 +119,7 @@ def gain(
     whose = "what each is compared with, on " if len(names) > 1 else "".join(f"{name} on " for name in names)
     note = "below 0 cut the text; bars: 95 % interval, dots: seeds; dashed: read otherwise than trained"
     titled(ax, f"Gain over {whose}the text cut to {cut} tokens", f"{rows.unit.iloc[0]}; {note}")
-    ax.axhline(0, color=palette_of(ax).muted, linewidth=1.2, zorder=1)
+    ax.axhline(0, color=LIGHT.muted, linewidth=1.2, zorder=1)
 
     # On the axis gains can be told apart: neither a failure nor the best possible may squeeze them, nor an interval.
     # The best line of the longest text is on it in any case, with its intervals.
@@ -208,10 +208,10 @@ def on_its_own(picture: str) -> str:
     return re.sub(r"(<svg[^>]*>)", rf"\1<style>{words}:root{{{LIGHT.style()}}}{dark}</style>", picture, count=1)
 
 
-def new(size: tuple[float, float] = WIDE, palette: Palette = LIGHT) -> Axes:
+def new(size: tuple[float, float] = WIDE) -> Axes:
     """Return the Axes of a new figure, for pages and files: pyplot does not know it."""
-    figure = Figure(figsize=size, layout="constrained", facecolor=palette.paper)
-    return figure.subplots(subplot_kw={"facecolor": palette.paper})
+    figure = Figure(figsize=size, layout="constrained", facecolor=LIGHT.paper)
+    return figure.subplots(subplot_kw={"facecolor": LIGHT.paper})
 
 
 def short(line: str, most: int = LONGEST) -> str:
@@ -235,41 +235,33 @@ def dressed(ax: Axes | None) -> Axes:
     """Return the Axes, or a new one that pyplot shows, with a grid and without a frame."""
     if ax is None:
         _, ax = plt.subplots(figsize=WIDE, layout="constrained")
-    palette = palette_of(ax)
     ax.spines[["left", "right", "top"]].set_visible(False)
-    ax.spines["bottom"].set_color(palette.muted)
+    ax.spines["bottom"].set_color(LIGHT.muted)
     ax.set_axisbelow(True)
-    ax.grid(axis="y", color=palette.grid, linewidth=0.8)
-    ax.tick_params(colors=palette.muted, labelsize=SIZE)
+    ax.grid(axis="y", color=LIGHT.grid, linewidth=0.8)
+    ax.tick_params(colors=LIGHT.muted, labelsize=SIZE)
     ax.tick_params(axis="y", length=0)
     return ax
 
 
-def palette_of(ax: Axes) -> Palette:
-    """Return the colours for the background of an Axes."""
-    red, green, blue = colors.to_rgb(ax.get_facecolor())
-    return LIGHT if 0.2 * red + 0.7 * green + 0.1 * blue > 0.5 else DARK
-
-
 def _looks(rows: pd.DataFrame, named: Sequence[str] | None, ax: Axes) -> dict[str, dict[str, Any]]:
     """Return how each line is drawn: the reference in ink, the named ones in colours, all others grey."""
-    palette = palette_of(ax)
     named = list(chosen(rows) if named is None else named)[:MOST]
     unknown = set(named) - set(rows.line)
     if unknown:
         raise ValueError(f"lines={sorted(unknown)}: there is {', '.join(rows.line.unique())}")
     looks: dict[str, dict[str, Any]] = {
-        line: {"color": palette.grey, "linewidth": 1.0, "zorder": GREY, "marker": "."} for line in rows.line.unique()
+        line: {"color": LIGHT.grey, "linewidth": 1.0, "zorder": GREY, "marker": "."} for line in rows.line.unique()
     }
-    for line, color, marker in zip(named, palette.lines, MARKERS, strict=False):
+    for line, color, marker in zip(named, LIGHT.lines, MARKERS, strict=False):
         looks[line] = {"color": color, "linewidth": 1.8, "zorder": COLOURED, "marker": marker}
     for line in looks.keys() & set(rows.reference):
-        looks[line] = {"color": palette.ink, "linewidth": 2.4, "zorder": REFERENCE, "marker": "o"}
+        looks[line] = {"color": LIGHT.ink, "linewidth": 2.4, "zorder": REFERENCE, "marker": "o"}
     for line in rows.line[rows.zero_shot.astype(bool)].unique():
         looks[line]["linestyle"] = (0, (4, 1.8))
     if BEST_POSSIBLE in looks:
         looks[BEST_POSSIBLE] |= {
-            "color": palette.muted, "linewidth": 1.6, "linestyle": (0, (1, 1.5)), "marker": "", "zorder": BEST,
+            "color": LIGHT.muted, "linewidth": 1.6, "linestyle": (0, (1, 1.5)), "marker": "", "zorder": BEST,
         }  # fmt: skip
     return looks
 
@@ -285,7 +277,7 @@ def _draw(
     ax.set_ylim(limits)
     ax.ticklabel_format(axis="y", useOffset=False)
     ax.xaxis.set_major_formatter("{x:,.10g}")
-    ax.xaxis.label.set(color=palette_of(ax).muted, fontsize=SIZE)
+    ax.xaxis.label.set(color=LIGHT.muted, fontsize=SIZE)
     ends = over_seeds(points).drop_duplicates("line", keep="last").set_index("line").sort_values("y", kind="stable")
     names: list[Name] = []
     for line in ends.index:
@@ -304,7 +296,7 @@ def _draw(
             ax.plot(dots.x, dots.y, **look | {"marker": ".", "linestyle": ""}, markersize=2.5, alpha=0.45)
         names.append(_name(line, ends.x[line], ends.y[line], limits, number, look["color"]))
     if len(ends) > len(names):
-        names.append((f"{len(ends) - len(names)} more", limits[0], points.x.max(), palette_of(ax).grey))
+        names.append((f"{len(ends) - len(names)} more", limits[0], points.x.max(), LIGHT.grey))
     name_ends(ax, names)
 
 
@@ -347,16 +339,15 @@ def spread(wanted: Sequence[float], room: float) -> list[float]:
 
 def titled(ax: Axes, title: str, note: str) -> None:
     """Write a title and a note under it, in lines that fit into the figure."""
-    palette = palette_of(ax)
     # Axes side by side have a part of the figure each; one alone begins with 0.775 of it.
     share = min(1.0, ax.get_position().width / 0.775)
     characters = share * ax.figure.get_figwidth() * 72 / SIZE / 0.62
     lines = textwrap.wrap(note, int(characters * 1.2))
     words = "\n".join(textwrap.wrap(printable(title), int(characters * 0.8)))
     ax.set_title(
-        words, loc="left", pad=10 + 1.2 * SIZE * len(lines), fontsize=SIZE + 1, fontweight="bold", color=palette.ink
+        words, loc="left", pad=10 + 1.2 * SIZE * len(lines), fontsize=SIZE + 1, fontweight="bold", color=LIGHT.ink
     )
     ax.annotate(
         "\n".join(lines), (0, 1), xytext=(0, 8), xycoords="axes fraction", textcoords="offset points", va="bottom",
-        color=palette.muted, fontsize=SIZE - 1, linespacing=1.25,
+        color=LIGHT.muted, fontsize=SIZE - 1, linespacing=1.25,
     )  # fmt: skip
