@@ -255,8 +255,10 @@ def _grouped(
     # A hash tells apart different data of the same name.
     hashes = runs.identity.map(lambda identity: f" ({sha256(identity.encode()).hexdigest()[:6]})")
     is_ambiguous = runs.groupby("data").identity.transform("nunique") > 1
-    trained_at = runs.groupby(_together(runs, results)).train_len.transform(_trained_at)
-    runs["section"] = runs.data + hashes.where(is_ambiguous, "") + trained_at
+    lengths = runs.groupby(_together(runs, results)).train_len.transform(
+        lambda lengths: " and ".join(map("{:,}".format, sorted(lengths.unique())))
+    )
+    runs["section"] = runs.data + hashes.where(is_ambiguous, "") + ", trained at " + lengths + " tokens"
 
     # Runs are seeds of one line if all settings are equal that decide what is computed.
     runs["key"] = [json.dumps(compared(configs[path]), sort_keys=True) for path in runs.path]
@@ -308,11 +310,6 @@ def _together(runs: pd.DataFrame, results: Iterable[Mapping[str, Any]]) -> pd.Se
     return runs.identity + runs.path.map(of_path).astype(str)
 
 
-def _trained_at(lengths: pd.Series) -> str:
-    """Return training lengths in words, for the title of a section."""
-    return f", trained at {' and '.join(f'{length:,}' for length in sorted(lengths.unique()))} tokens"
-
-
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the options in which each of several settings differs from others of its encoding, sorted by name."""
     # As JSON: lists have no hash, and a missing key is not the same as null.
@@ -336,17 +333,14 @@ def in_words(name: str, options: Mapping[str, Any]) -> str:
     return f"{name} ({', '.join(words)})".strip() if words else name
 
 
-def _labels(groups: pd.DataFrame, differences: Sequence[Mapping[str, Any]]) -> list[str]:
+def _labels(groups: pd.DataFrame, differences: Sequence[Mapping[str, Any]]) -> pd.Series:
     """Return the label of each group: its settings; the name of its first run if it differs in several, or repeats."""
-    labels: list[str] = []
-    for run, differs in zip(groups.itertuples(), differences, strict=True):
-        label = run.settings
-        if len(differs) > 1 or (groups.settings == label).sum() > 1:
-            label = run.name.removesuffix(f"-s{run.seed}")
-        # Directories in different folders may have one name.
-        n = sum(other == label or other.startswith(f"{label} [") for other in labels)
-        labels.append(f"{label} [{n + 1}]" if n else label)
-    return labels
+    names = [run.name.removesuffix(f"-s{run.seed}") for run in groups.itertuples()]
+    is_long = groups.settings.duplicated(keep=False) | np.array([len(differs) > 1 for differs in differences])
+    labels = groups.settings.mask(is_long, names)
+    # Directories in different folders may have one name.
+    number = labels.groupby(labels).cumcount() + 1
+    return labels.where(number == 1, labels + " [" + number.astype(str) + "]")
 
 
 def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
