@@ -31,7 +31,7 @@ from model.size import flops_per_token, n_parameters
 from ropewalk.app.ending import show_results
 from ropewalk.app.init_from import load_weights, vocab_size
 from ropewalk.app.resolve import base_model, for_this_machine, original_len
-from ropewalk.app.run_dir import RunDir, Validation, check_identity
+from ropewalk.app.run_dir import RunDir, check_identity
 from ropewalk.app.sweep import configure
 from ropewalk.evaluation import loggers, loop
 from ropewalk.files import sealed, write_json
@@ -304,7 +304,7 @@ class Training:
         progress.logged_seconds = progress.seconds
         progress.loss_sum = progress.loss_weight = 0.0
 
-    def validate(self) -> Validation:
+    def validate(self) -> dict[str, Any]:
         """The loss on fixed windows of the training length."""
         return loop.validate(self.net, self.data, self.cfg, reader=self.reader, autocast=self.hardware.autocast)
 

@@ -288,18 +288,6 @@ def without_gone(values: Any, prefix: str = "") -> Any:
     return kept
 
 
-def defaults_of(schema: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """{dotted key: default} of all fields of a section, and of those within it, that have one."""
-    flat: dict[str, Any] = {}
-    for key, field in schema.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            flat |= defaults_of(kind, f"{prefix}{key}.")
-        elif not field.is_required():
-            flat[prefix + key] = field.default
-    return flat
-
-
 def parse(schema: type[S], values: Any, prefix: str = "") -> S:
     """Return plain `values` as an instance of `schema`, the class of a section whose keys follow this prefix.
 

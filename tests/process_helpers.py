@@ -37,10 +37,9 @@ def start(
     prepare: Callable[[], None] | None = None,
     output: str = os.devnull,
     environment: dict[str, str] | None = None,
-    program: str = "train",
 ) -> ForkServerProcess:
-    """A process that calls `prepare` and the main function of `program`; what it prints goes to `output`."""
-    process = CONTEXT.Process(target=_run, args=(arguments, prepare, output, environment or {}, program))
+    """A process that calls `prepare` and the main function of train.py; what it prints goes to `output`."""
+    process = CONTEXT.Process(target=_run, args=(arguments, prepare, output, environment or {}))
     process.start()
     # Each start asks all known processes whether they have ended, and a process can tell it only once: of two threads
     # that ask, one would hear 255.
@@ -72,7 +71,6 @@ def _run(
     prepare: Callable[[], None] | None,
     output: str,
     environment: dict[str, str],
-    program: str,
 ) -> None:
     from ropewalk.app.cli import run
     from ropewalk.report import page
@@ -82,11 +80,11 @@ def _run(
     os.dup2(file, 2)
     os.setpgrp()  # a group of its own, as a job has it
     os.environ.update(environment)
-    sys.argv = [f"{ROOT}/{program}.py", *arguments]
+    sys.argv = [f"{ROOT}/train.py", *arguments]
     page.html = lambda *_: ""  # it takes as long as all else
     if prepare:
         prepare()
-    run(program)
+    run("train")
 
 
 class On:

@@ -89,13 +89,12 @@ def corrected(column):
 def computed(claim):
     """The p-value of a claim."""
     number = parsed(claim["number"], claim["seeds"])
-    is_printed = bool(claim["table"])
-    if is_printed:
+    if claim["table"]:
         column = column_of(claim["table"], claim["column"], claim["seeds"])
         assert column[claim["row"]] == number
     if claim["test"] == "within":
         return number.p_of_loss(of_gain=claim["column"].startswith("gain"))
-    if not is_printed:
+    if not claim["table"]:  # its column is not printed
         return min(number.p_of_zero() * int(claim["rows"]), 1.0)
     assert len(column) == int(claim["rows"])
     return corrected(column)[claim["row"]]

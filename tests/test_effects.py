@@ -43,6 +43,14 @@ def test_an_effect_is_a_weighted_sum_over_the_seeds_that_all_lines_have():
     assert row.startswith("| smaller | 64 tokens | 3 | +2.067 ± ")
 
 
+def test_lines_of_several_training_lengths_have_no_common_multiple():
+    measured = runs(a={0: 3.0}, b={0: 2.0})
+    measured.results.loc[0, "train_len"] = 32
+
+    with pytest.raises(ValueError, match="unpack"):
+        effects.rows(measured, {"effect": (1, {"a": 1, "b": -1})})
+
+
 def test_effects_of_features_are_differences_of_means():
     _, weights = effects.of_features()["length"]
     noise = np.random.default_rng(0).normal(size=len(weights))

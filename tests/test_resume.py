@@ -153,9 +153,7 @@ def test_a_step_that_explodes(train, run, rate, every, message, saved):
     """It is named, and nothing of it or after it is saved."""
     options = [f"trainer.{key}={every}" for key in ("log_every", "val_every", "checkpoint_every")]
     options += [f"optim.lr={rate}", "optim.warmup_steps=0", "optim.grad_clip=null"]
-    outcome = train("pe=rope", *options, code=2)
-
-    assert message in outcome.err
+    assert message in train("pe=rope", *options, code=2).err
     assert steps_in(run / "checkpoints") == saved
 
 

@@ -37,9 +37,6 @@ def test_a_run_is_read_by_another_encoding(run):
     assert torch.equal(rope.logits(short), yarn.logits(short))
     assert not torch.allclose(rope.logits(long), yarn.logits(long), atol=1e-3)
 
-    with pytest.raises(ValueError, match=r"scales.*scale"):
-        ropewalk.load(run, pe="yarn", scales=8.0)
-
 
 def test_a_table_of_no_runs_has_the_same_columns(run, tmp_path):
     table = ropewalk.runs(run)

@@ -8,7 +8,7 @@ from lab.board.rules import IN_WORDS, Row, holder_of
 from ropewalk.files import write_bytes
 from ropewalk.report import plot
 
-LOWEST = -60.0  # percent: the bottom of the figure
+LOWEST = -300.0  # percent: the bottom of the figure
 
 HEAD = """\
 # The board: which position encoding gains most from long text

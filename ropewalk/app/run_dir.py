@@ -28,7 +28,7 @@ from uuid import uuid4
 import torch
 import yaml
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel
 
 from conf.schema import Config, ConfigError, S, flatten, parse, without_gone
 from ropewalk.files import (
@@ -51,31 +51,6 @@ from ropewalk.training.provenance import provenance, source_state
 
 PATIENCE = 6  # seconds that a lock is waited for: workers of a killed process may hold it for five
 RESTORE = "restore it, or delete the run and train again"
-
-
-class Validation(BaseModel):
-    """Means over every target of fixed windows of train_len."""
-
-    loss: float  # nats per token
-    bits_per_byte: float | None  # without the tokens that stand for no bytes, such as the end of a text
-    error: float | None  # percent of the tokens; None for text
-    tokens: int
-    length: int
-
-
-class TrainingRecord(BaseModel, extra="allow"):
-    """The fields of training.json that are read again; train.py writes more."""
-
-    steps: int
-    tokens: int
-    seconds: float
-    tokens_per_s: float
-    validation: Validation
-
-    @model_validator(mode="before")
-    @classmethod
-    def _whole(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return unsealed(values)
 
 
 class Environment(BaseModel):
@@ -160,7 +135,7 @@ class RunDir:
         """True if all steps that `cfg` asks for are trained and recorded."""
         if not self.begun or not (self.path / "training.json").is_file():
             return False
-        return read_training(self.path).steps >= self.cfg.trainer.max_steps
+        return bool(read_training(self.path)["steps"] >= self.cfg.trainer.max_steps)
 
     @cached_property
     def run_id(self) -> str:
@@ -312,10 +287,11 @@ def read_environment(run: Path) -> Environment:
     return read_file(run / "environment.json", Environment, RESTORE)
 
 
-def read_training(run: Path) -> TrainingRecord:
+def read_training(run: Path) -> dict[str, Any]:
     """Read training.json of a complete run. Raises ConfigError if it is damaged."""
-    remedy = "delete it, and the same command of train.py writes it again"
-    return read_file(run / "training.json", TrainingRecord, remedy)
+    path = run / "training.json"
+    with naming_damage(path, "delete it, and the same command of train.py writes it again"):
+        return unsealed(read_json(path))
 
 
 def read_config(run: Path) -> dict[str, Any]:

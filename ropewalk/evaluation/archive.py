@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel, Field, Json, create_model
 
-from conf.schema import Config, defaults_of
 from ropewalk.evaluation.statistics import Sample
 from ropewalk.files import read_bytes, write_bytes
 
@@ -81,17 +80,16 @@ def write(
 def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
     """Yield each row as a run, its configuration and a result, as they were given to `write`.
 
-    The path of a run is that of the file and the run's name. Options that it is older than have their defaults.
+    The path of a run is that of the file and the run's name.
 
     Raises ValueError: a line is damaged, or the file is larger than any that is written.
     """
-    defaults = defaults_of(Config)
     # Zeros compress a thousandfold: a small file could take all memory.
     for number, line in enumerate(read_bytes(path, LARGEST, gzip.open).splitlines(), start=1):
         try:
             result = json.loads(line)
             run = result.pop("run")
-            config = defaults | result.pop("config")
+            config = result.pop("config")
             result["path"] = run["path"] = f"{path}/{result.pop('name')}"
             result.setdefault("train_len", run["train_len"])  # in files that do not say it
             RUN.model_validate(run, strict=True)

@@ -14,7 +14,7 @@ from model.gpt import GPT
 from model.position import Shape, build_encodings
 from model.position.network import Encodings, at_scale, max_len_of, scales_of, with_parameters_of
 from model.reading import Reader
-from ropewalk.app.run_dir import Validation, check_place
+from ropewalk.app.run_dir import check_place
 from ropewalk.evaluation.measures.base import Measure, Plan
 from ropewalk.evaluation.measures.far_copies import far_copies
 from ropewalk.evaluation.measures.lengths import by_position, length_settings, lengths
@@ -30,21 +30,25 @@ Readings = list[tuple[Variant, Encodings]]  # of the weights of one network
 
 def validate(
     net: GPT, data: Data, cfg: Config, *, reader: Reader | None = None, autocast: Autocast = nullcontext
-) -> Validation:
-    """Return the loss on fixed windows of the training length. Every rank calls it and gets the same."""
+) -> dict[str, Any]:
+    """Return means over every target of fixed windows of the training length. Every rank gets the same.
+
+    They are the loss in nats per token; bits_per_byte, without the tokens that stand for no bytes, such as the end of a
+    text; the error in percent of the tokens, None for text. Beside them stand tokens and length of the windows.
+    """
     part = data.validation(cfg.train_len, cfg.trainer.val_tokens)
     with evaluating(net):
         sums = Scorer(net, None, reader or Reader(), data.token_bytes, autocast)(part)
     tokens = int(sums.tokens.sum())
     size = int(sums.bytes.sum())
-    return Validation(
-        loss=float(sums.nats.sum()) / tokens,
+    return {
+        "loss": float(sums.nats.sum()) / tokens,
         # Group 0 holds the tokens that have bytes.
-        bits_per_byte=float(sums.nats[:, 0].sum()) / math.log(2) / size if size else None,
-        error=100 * int(sums.errors.sum()) / tokens if data.task else None,
-        tokens=tokens,
-        length=part.length,
-    )
+        "bits_per_byte": float(sums.nats[:, 0].sum()) / math.log(2) / size if size else None,
+        "error": 100 * int(sums.errors.sum()) / tokens if data.task else None,
+        "tokens": tokens,
+        "length": part.length,
+    }
 
 
 @distributed.rank_zero_only

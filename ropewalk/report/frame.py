@@ -180,7 +180,7 @@ def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     trained = (path / "training.json").exists()
     values = read_config(path)
     if trained:
-        values |= {"training": read_training(path).model_dump()}
+        values |= {"training": read_training(path)}
     config = flatten(values)
     # Everything below groups and sorts by these, too: one of another type would fail far from its file.
     wrong = [key for key in ("pe.name", "data.name") if not isinstance(config.get(key), str)]

@@ -8,7 +8,7 @@ from data.base import Data
 from model.gpt import GPT
 from model.position.base import Scaled
 from model.position.network import metrics_of
-from ropewalk.app.run_dir import RunDir, Validation, read_metrics, read_training
+from ropewalk.app.run_dir import RunDir, read_metrics, read_training
 from ropewalk.training.checkpoints import Progress
 from ropewalk.training.distributed import rank_zero_only, world_size
 from ropewalk.training.hardware import Hardware
@@ -29,10 +29,10 @@ def training_row(progress: Progress, cfg: Config) -> Row:
     }
 
 
-def validation_row(validation: Validation) -> Row:
-    """What a validation adds to a row."""
-    measured = validation.model_dump(include={"loss", "bits_per_byte", "error"}, exclude_none=True)
-    return {f"val/{name}": value for name, value in measured.items()}
+def validation_row(validation: Row) -> Row:
+    """What `loop.validate` has measured, for a row."""
+    measured = {name: validation[name] for name in ("loss", "bits_per_byte", "error")}
+    return {f"val/{name}": value for name, value in measured.items() if value is not None}
 
 
 def position_row(net: GPT) -> Row:
@@ -40,7 +40,7 @@ def position_row(net: GPT) -> Row:
     return {f"position/{name}": float(value) for name, value in metrics_of(net.encodings).items()}
 
 
-def record(progress: Progress, cfg: Config, hardware: Hardware, validation: Validation) -> dict[str, Any]:
+def record(progress: Progress, cfg: Config, hardware: Hardware, validation: Row) -> dict[str, Any]:
     """What training.json says about a complete training."""
     tokens = progress.step * cfg.step_tokens
     return {
@@ -48,7 +48,7 @@ def record(progress: Progress, cfg: Config, hardware: Hardware, validation: Vali
         "tokens": tokens,
         "seconds": round(progress.seconds, 1),
         "tokens_per_s": round(tokens / max(progress.seconds, 1e-3), 1),
-        "validation": validation.model_dump(),
+        "validation": validation,
         "peak_memory_mb": round(progress.peak_memory / 2**20, 1),
         "device": hardware.device,
         "precision": hardware.precision,
@@ -61,7 +61,7 @@ def check_rows(run: RunDir, progress: Progress) -> None:
     rows = 0
     if run.metrics.exists():
         rows = sum(row["step"] <= progress.step for row in read_metrics(run.path))
-    was_trained = (run.path / "training.json").is_file() and read_training(run.path).steps > 0
+    was_trained = (run.path / "training.json").is_file() and read_training(run.path)["steps"] > 0
     if rows != progress.rows or (was_trained and not progress.step):
         problem = f"has {rows} rows up to step {progress.step}, and its newest checkpoint counts {progress.rows}"
         remedy = "restore the files, or delete the run and train anew; scripts/evaluate.py measures a trained model"

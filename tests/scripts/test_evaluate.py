@@ -72,9 +72,8 @@ def test_every_measure_of_several_runs(make_run, evaluate):
     alibi = make_run("alibi", "train_len=128")
     few = ["ruler.tasks=[niah_single,niah_multikey]", "ruler.depths=2", "ruler.trials=2", "eval.lengths=[4,5]"]
     measures = "measures=[lengths,by_position,far_copies,ruler,reach]"
-    said = evaluate("-m", f"run={rope},{alibi}", measures, "eval.variants=[]", *few)
+    evaluate("-m", f"run={rope},{alibi}", measures, "eval.variants=[]", *few)
 
-    assert "gain, bits per answer" in " ".join(said.out.split())  # of RULER
     for run in (rope, alibi):
         assert sorted(e.kind for e in load_all(run)) == ["by_position", "far_copies", "lengths", "reach", "ruler"]
 

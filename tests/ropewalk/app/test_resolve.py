@@ -30,9 +30,3 @@ def test_options_that_change_the_parameters_cannot_read_them(trained, wanted):
     """They would be read under the new name all the same, since their names fit."""
     with pytest.raises(ValueError, match="whose parameters have other shapes; fine-tune"):
         read(trained, wanted)
-
-
-@pytest.mark.parametrize("wanted", [{"pe": "relative", "beyond": "zero"}, {"pe": "relative_capped"}])
-def test_other_options_can(wanted):
-    (pe,) = read("relative", wanted)
-    assert pe["max_distance"] == 15

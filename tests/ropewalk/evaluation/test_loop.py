@@ -63,10 +63,10 @@ def test_validation_leaves_tokens_without_bytes_out_of_the_bits():
     size = TOKEN_BYTES[y]
     bits = losses[size > 0].sum() / math.log(2)
 
-    assert validation.loss == pytest.approx(float(losses.mean()), rel=1e-6)
-    assert validation.bits_per_byte == pytest.approx(float(bits / size.sum()), rel=1e-6)
-    assert validation.tokens == 96
-    assert validation.error is None
+    assert validation["loss"] == pytest.approx(float(losses.mean()), rel=1e-6)
+    assert validation["bits_per_byte"] == pytest.approx(float(bits / size.sum()), rel=1e-6)
+    assert validation["tokens"] == 96
+    assert validation["error"] is None
 
 
 def test_loss_by_position_keeps_texts_apart(monkeypatch, measure):

@@ -32,8 +32,7 @@ ROPES = {
     "proportional": [{"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.75, "factor": 2.0}],
 }
 VARIANTS = [(kind, 0, "old") for kind in ROPES]
-for kind, variants in ROPES.items():
-    VARIANTS += [(kind, i, "new") for i in range(len(variants))]
+VARIANTS += [(kind, i, "new") for kind, variants in ROPES.items() for i in range(len(variants))]
 
 
 def hf_rope(kind: str, variant: int = 0):

@@ -48,13 +48,12 @@ def test_no_copy_of_all_weights_stays_alive_and_positions_stay_exact(mesh):
 
     assert dtypes == [torch.float32] * 3
 
-    shapes = set()
-    for p in net.blocks.parameters():
-        if p.ndim == 2 and min(p.shape) >= 64:
-            shapes |= {p.shape, p.T.shape}
-    for tensor in kept:
-        if tensor.dtype == torch.bfloat16 and tensor.shape in shapes:
-            assert tensor.untyped_storage().nbytes() == 0
+    matrices = [p for p in net.blocks.parameters() if p.ndim == 2 and min(p.shape) >= 64]
+    shapes = {p.shape for p in matrices} | {p.T.shape for p in matrices}
+    cast = [tensor for tensor in kept if tensor.dtype == torch.bfloat16 and tensor.shape in shapes]
+
+    assert {tensor.untyped_storage().nbytes() for tensor in cast} == {0}
+
     loss.backward()
 
     assert isinstance(net.blocks[0].attn.qkv.weight.grad, DTensor)

@@ -43,6 +43,5 @@ def test_what_is_no_measure_is_not_called(own, target):
 def test_options_are_checked_by_the_names_that_a_user_types():
     options = {"_target_": "lab.measures.ruler.Ruler", "trials": 5, "tasks": ["vt"]}
     assert build(options) == Ruler(trials=5, tasks=["vt"])
-    for wrong, key in (({"trals": 5}, "did you mean ruler.trials"), ({"depths": 1}, "ruler.depths=1")):
-        with pytest.raises(ConfigError, match=key):
-            build(options | wrong, "ruler")
+    with pytest.raises(ConfigError, match=r"did you mean ruler\.trials"):
+        build(options | {"trals": 5}, "ruler")
