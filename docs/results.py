@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from docs import effects  # noqa: E402
+from ropewalk.evaluation.archive import write  # noqa: E402
 from ropewalk.files import write_text  # noqa: E402
 from ropewalk.report import frame, plot  # noqa: E402
 from ropewalk.report.answer import amount, percent  # noqa: E402
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
     """
     if arguments:
         name, *folders = arguments
-        frame.save(archive(name, root), folders)
+        gathered = frame.load(folders)
+        write(archive(name, root), gathered.runs, gathered.configs, gathered.results)
     for name, write_table in ARCHIVES.items():
         if not archive(name, root).is_file():
             continue  # its runs are not done

@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("scripts.report")
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -24,17 +25,19 @@ from pydantic import Field
 
 from conf.schema import ConfigError, Section
 from ropewalk.app.cli import program
+from ropewalk.evaluation import archive
 from ropewalk.files import printable, write_bytes, write_text
 from ropewalk.report import frame, page
 
 Format = Literal["html", "md", "csv", "svg", "png", "pdf", "jsonl.gz"]
+ENDS = "|".join(map(re.escape, get_args(Format)))
 TEXTS = {"md": page.markdown, "csv": page.csv}  # without out=, to the terminal
 
 
 class Arguments(Section):
     folders: Annotated[list[str], Field(min_length=1)] | str
     format: Format | None
-    out: str | None
+    out: Annotated[str, Field(pattern=rf"\.({ENDS})$")] | None
     reference: str
     only: list[str]
     exclude: list[str]
@@ -48,7 +51,8 @@ def main(args: Arguments) -> None:
         asked = f" with a name as in only={args.only} exclude={args.exclude}" if args.only or args.exclude else ""
         raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
 
-    kind = kind_of(args)
+    named = [kind for kind in get_args(Format) if str(args.out).endswith(f".{kind}")]
+    kind = args.format or next(iter(named), "html")
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
     beside = next(filter(Path.is_dir, map(Path, folders)), Path())
@@ -60,18 +64,10 @@ def main(args: Arguments) -> None:
             return
         write_text(out, text)
     elif kind == "jsonl.gz":
-        frame.save(out, folders, args.only, args.exclude)
+        archive.write(out, runs.runs, runs.configs, runs.results)
     elif kind == "html":
         write_text(out, page.html(runs, args.reference))
     else:
         write_bytes(out, page.picture(runs, kind, args.reference))
 
     print(f"wrote {out}: {sum(runs.runs.get('done', []))} complete runs, {len(runs.left_out)} left out")
-
-
-def kind_of(args: Arguments) -> str:
-    """The format that is asked for by format= or by the end of out=. Raises ConfigError: `out` ends in another."""
-    named = [kind for kind in get_args(Format) if str(args.out).endswith(f".{kind}")]
-    if args.out and not named and not args.format and Path(args.out).suffix:
-        raise ConfigError(f"out={args.out}: its end must be one of {', '.join(get_args(Format))}, or add format=")
-    return args.format or next(iter(named), "html")

@@ -17,11 +17,14 @@ import numpy as np
 from scipy.special import stdtrit
 
 from lab.board.trials import Losses
-from ropewalk.evaluation.statistics import Estimate, Sample, Samples, difference, stacked
+from ropewalk.evaluation.statistics import Estimate, Sample, estimate, stacked
 
 FIRST_LEVEL = 0.06  # two-sided; half of it, times the sum of 1 / k², pi² / 6, is 0.0493
 # Of a try's level. The other measures share the rest.
 DECIDING = 0.8
+
+
+Samples = Mapping[int, Sample]  # by text length in tokens
 
 
 class Finding(NamedTuple):
@@ -68,6 +71,16 @@ def judge(mine: Samples, against: Samples, *, train_len: int, longest: int, numb
         word = "not separated" if not e.separated else "better" if e.value > 0 else "worse"
         findings[name] = Finding(e.value, e.low, e.high, own_level, word)
     return findings
+
+
+def difference(a: Sample, b: Sample) -> Estimate:
+    """Estimate `a` minus `b`, paired by seed and text, so that the variation they share cancels.
+
+    Raises ValueError: their seeds or texts differ.
+    """
+    if a.values.shape != b.values.shape or not np.array_equal(a.units, b.units):
+        raise ValueError(f"only the same seeds and texts can be compared, not {a.values.shape} and {b.values.shape}")
+    return estimate(Sample(a.values - b.values, a.units))
 
 
 def at_level(e: Estimate, level: float) -> Estimate:

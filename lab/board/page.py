@@ -94,4 +94,4 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     ax.set_ylim(bottom=max(LOWEST, min([0, *(row.score.low - 5 for row in shown)])))
     ax.set_xlabel("time of a training step, as a multiple of RoPE's")
     ax.set_title("Score: gain at 8x, in percent of the possible", loc="left")
-    write_bytes(path, plot.written(plot.figure_of(ax), path.suffix.removeprefix(".")))
+    write_bytes(path, plot.written(ax, path.suffix.removeprefix(".")))

@@ -19,7 +19,7 @@ from scipy.special import stdtrit
 
 from conf.schema import Section
 from lab.board.correction import holm
-from ropewalk.evaluation.statistics import Estimate, over_seeds, p_value
+from ropewalk.evaluation.statistics import Estimate, Sample, estimate, p_value
 
 RATES = (0.75e-3, 1.5e-3, 3e-3, 6e-3, 12e-3)  # the learning rates that an entry may choose from
 IN_WORDS = ", ".join(f"{rate:g}" for rate in RATES)
@@ -91,6 +91,11 @@ def drawn_seeds(commit: str) -> list[int]:
     digest = hashlib.shake_256(f"board {commit}".encode()).digest(4 * MANY)
     # As many bits as every generator takes.
     return [int(seed) for seed in np.frombuffer(digest, dtype="<u4") >> 1]
+
+
+def over_seeds(values: np.ndarray) -> Estimate:
+    """Estimate the mean of numbers, one for each of at least two seeds, by Student's distribution."""
+    return estimate(Sample(values[:, None], np.ones(1)))
 
 
 def ahead_of(mine: Measured, holder: Measured) -> Estimate:

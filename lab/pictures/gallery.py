@@ -64,7 +64,7 @@ def write(args: Arguments) -> None:
         for kind in {"png", "pdf"}.intersection(args.formats):
             ax = plot.new(pictures.SIZE)
             draw(ax)
-            write_bytes(out / f"{name}.{kind}", plot.written(plot.figure_of(ax), kind))
+            write_bytes(out / f"{name}.{kind}", plot.written(ax, kind))
     if "html" in args.formats:
         write_text(out / "index.html", PAGE + "\n".join([*pictures_of_page, *words]))
     print(f"wrote {len(drawn)} pictures to {out} ({', '.join(args.formats)})")

@@ -19,8 +19,7 @@ Encodings = Sequence[PositionEncoding]
 def view(pe: PositionEncoding, **changes: Any) -> PositionEncoding:
     """The encoding `pe`, its very parameters and submodules included, with other values of some attributes."""
     other = copy.copy(pe)  # shallow: the dictionaries of parameters and submodules are those of `pe`
-    for name, value in changes.items():
-        setattr(other, name, value)
+    vars(other).update(changes)
     return other
 
 

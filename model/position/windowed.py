@@ -75,15 +75,11 @@ class TrainingFree(Scaled, Rotary):
             k_zones = rotated[len(tables) :]
             zone = self.zone(ctx.pos_q[:, None] - first, ctx.pos_k - first, length)  # [Tq, Tk]
 
-            def in_zone(n: int) -> Tensor:
-                q = q_zones[n]  # [B, H, Tq, D]
-                k = for_heads_of(q, k_zones[n])  # [B, H, Tk, D]
-                return products(q, k, ctx.scale)  # [B, H, Tq, Tk]
-
             # The scores of zone 0, until those of another zone replace them.
-            scores = in_zone(0)
+            scores = products(q_zones[0], for_heads_of(q_zones[0], k_zones[0]), ctx.scale)  # [B, H, Tq, Tk]
             for n in range(1, len(tables)):
-                scores = torch.where(zone == n, in_zone(n), scores)
+                in_zone = products(q_zones[n], for_heads_of(q_zones[n], k_zones[n]), ctx.scale)
+                scores = torch.where(zone == n, in_zone, scores)
 
             # Pairs with a zone below 0 are not seen.
             scores = scores + torch.where(zone >= 0, ctx.mask(), -torch.inf)

@@ -19,7 +19,6 @@ from model.gpt import GPT
 from model.position.base import NO_ENCODING
 from model.position.layer import check_length
 from model.position.network import at_scale, family_of, max_len_of, scales_of
-from model.position.rotary import Rotary
 from ropewalk import hf
 from ropewalk.app.cli import encoding
 from ropewalk.app.run_dir import RESTORE, naming_damage, read_config
@@ -44,7 +43,7 @@ def resolve(values: Mapping[str, Any]) -> Config:
     wanted = cfg.eval.variants
     if wanted is None:
         # Of exactly this class: what can read RoPE's weights may be wrong for those of a variant.
-        is_rope = "pattern" not in cfg.pe and position.resolve(cfg.pe["_target_"]) is Rotary
+        is_rope = cfg.pe.get("_target_") == "model.position.rotary.Rotary"
         wanted = ["yarn"] if is_rope else []
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
 

@@ -7,12 +7,13 @@ long table. Each row has the sums of every text, so that intervals and paired di
 import gzip
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import pandas as pd
+from pydantic import BaseModel, Field, Json, create_model
 
 from ropewalk.evaluation.statistics import Sample
 from ropewalk.files import read_bytes, write_bytes
@@ -20,52 +21,58 @@ from ropewalk.files import read_bytes, write_bytes
 SUFFIX = ".jsonl.gz"
 # Places on one machine say nothing about a result.
 LOCAL = ("runs_dir", "data.cache_dir")
+MADE = ["section", "group", "label", "settings", "line", "reading"]  # by comparing all runs that are read
 SAMPLES = ("sample", "optimum_sample")
 LARGEST = 2**28  # bytes of a file, uncompressed
-# The types of what tables group, sort and compute by.
-RUN = {str: ("name", "encoding", "data", "identity"), int: ("seed", "train_len"), bool: ("done",)}
-RESULT = {
-    str: (
-        "file", "kind", "eval", "variant", "encoding", "pe", "task", "difficulty", "continuation", "part", "quantity",
-        "unit", "command",
-    ),
-    int: ("seed", "train_len", "length", "step", "texts", "documents"),
-    float: ("depth", "span_start", "span_end", "value", "optimum", "scale"),
-    bool: ("own_pe", "zero_shot", "skipped"),
-}  # fmt: skip
-POSITIVE = ("train_len", "length")
+Length = Annotated[int, Field(ge=1)]
+
+
+def _schema(types: Mapping[Any, Sequence[str]]) -> type[BaseModel]:
+    """Return what tables group, sort and compute by: of another type a table would fail, far from its file."""
+    fields: dict[str, Any] = {name: (kind, ...) for kind, names in types.items() for name in names}
+    return create_model("Row", **fields)
+
+
+RUN = _schema({str: ("name", "encoding", "data", "identity"), int: ("seed",), Length: ("train_len",), bool: ("done",)})
+RESULT = _schema(
+    {
+        str: (
+            "file", "kind", "variant", "encoding", "task", "difficulty", "continuation", "part", "quantity", "unit",
+            "command",
+        ),
+        Json[dict[str, Any]]: ("eval", "pe"),
+        int: ("seed", "step", "texts", "documents"),
+        Length: ("train_len", "length"),
+        float: ("depth", "span_start", "span_end", "value", "optimum", "scale"),
+        bool: ("own_pe", "zero_shot", "skipped"),
+    }
+)  # fmt: skip
 
 
 def write(
-    path: Path, runs: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping[str, Any]],
-    results: Sequence[Mapping[str, Any]],
+    path: Path, runs: pd.DataFrame, configs: Mapping[str, Mapping[str, Any]], results: pd.DataFrame
 ) -> None:  # fmt: skip
     """Write the rows of complete runs, sums rounded to four digits, without the loss by position, which is the bulk.
 
     Args:
-        runs, configs, results: as `ropewalk.report.frame` reads them.
+        runs, configs, results: as in `ropewalk.report.frame.Runs`.
     """
-    complete = {run["path"]: run for run in runs if run["done"]}
-    names = {}  # by path: runs of two folders may have the same, and would be one run
-    seen: Counter[str] = Counter()
-    for place, run in complete.items():
-        seen[run["name"]] += 1
-        number = seen[run["name"]]
-        names[place] = run["name"] if number == 1 else f"{number}-{run['name']}"
+    complete = runs[runs.done.astype(bool)].drop(columns=MADE, errors="ignore")
+    number = complete.groupby("name").cumcount() + 1  # runs of two folders may have the same name, and would be one
+    complete["name"] = complete.name.where(number == 1, number.astype(str) + "-" + complete.name)
+    of_path = complete.to_dict("index")
+    rows = results[results.path.isin(complete.index) & (results.kind != "by_position")]
     lines = []
-    for result in results:
-        if result["path"] not in complete or result["kind"] == "by_position":
-            continue
-        config = {key: value for key, value in configs[result["path"]].items() if key not in LOCAL}
-        row = {"name": names[result["path"]]} | dict(result) | {"run": complete[result["path"]]}
-        row["command"] = re.sub(r" '?(runs_dir|data\.cache_dir)=\S+", "", result["command"])
+    for row in rows.drop(columns=MADE, errors="ignore").to_dict("records"):
+        place = row.pop("path")
+        config = {key: value for key, value in configs[place].items() if key not in LOCAL}
+        row["command"] = re.sub(r" '?(runs_dir|data\.cache_dir)=\S+", "", row["command"])
         for key in SAMPLES:
-            sample = result[key]
+            sample = row[key]
             if sample is not None:
                 row[key] = {"values": np.round(sample.values[0], 4).tolist(), "units": sample.units.tolist()}
-        row["run"] = {key: value for key, value in row["run"].items() if key != "path"} | {"name": row["name"]}
-        del row["path"]
-        lines.append(json.dumps(row | {"config": config}) + "\n")
+        run = of_path[place]
+        lines.append(json.dumps({"name": run["name"], **row, "run": run, "config": config}) + "\n")
     # Without the time, so that equal results are equal files.
     write_bytes(path, gzip.compress("".join(lines).encode(), mtime=0))
 
@@ -85,10 +92,8 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str,
             config = result.pop("config")
             result["path"] = run["path"] = f"{path}/{result.pop('name')}"
             result.setdefault("train_len", run["train_len"])  # in files that do not say it
-            _check(run, RUN)
-            _check(result, RESULT)
-            if not all(isinstance(json.loads(result[key]), dict) for key in ("eval", "pe")):
-                raise ValueError("eval and pe must be objects")
+            RUN.model_validate(run, strict=True)
+            RESULT.model_validate(result, strict=True)
             for key in SAMPLES:
                 result[key] = result[key] and _sample(**result[key])
         except Exception as error:  # it may be from anybody
@@ -96,17 +101,8 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str,
         yield run, config, result
 
 
-def _check(values: Mapping[str, Any], types: Mapping[type, Sequence[str]]) -> None:
-    """Raise ValueError unless all values have their types: of another one a table would fail, far from its file."""
-    for kind, names in types.items():
-        for name in names:
-            is_number = kind is float and type(values[name]) is int
-            if not (type(values[name]) is kind or is_number) or (name in POSITIVE and values[name] < 1):
-                raise ValueError(f"{name}={values[name]!r}")
-
-
 def _sample(values: list[float], units: list[float]) -> Sample:
     sample = Sample(np.array([values], dtype=float), np.array(units, dtype=float))
-    if sample.units.shape != (len(values),) or not np.isfinite(sample.values).all() or not sample.units.sum() > 0:
-        raise ValueError("a sample needs a finite value and a unit for each text, and units above 0")
+    if sample.units.shape != (len(values),) or not sample.units.sum() > 0:
+        raise ValueError("a sample needs a value and a unit for each text, and units above 0")
     return sample

@@ -4,7 +4,7 @@ A measure is a ratio of sums over texts, such as all bits over all bytes. Its in
 the texts and the training seeds; with only one seed, of the texts alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,18 +19,13 @@ class Sample(NamedTuple):
     units: np.ndarray  # [T] what they are divided by: bytes, or tokens
 
 
-Samples = Mapping[int, Sample]  # by text length in tokens
-
-
 def by_document(sample: Sample, documents: Sequence[int | str] | None) -> Sample:
     """Sum the texts of each document: they are alike, so they count as one.
 
     Args:
         documents: the document of each text, [T]; None: every text has its own.
     """
-    if documents is None or len(set(documents)) == len(documents):
-        return sample
-    numbers = grouping(documents, len(documents))
+    numbers = grouping(documents, sample.units.size)
     values = np.stack([np.bincount(numbers, weights=of_seed) for of_seed in sample.values])
     return Sample(values, np.bincount(numbers, weights=sample.units))
 
@@ -113,21 +108,6 @@ def estimate(sample: Sample) -> Estimate:
     return Estimate(value, value - half, value + half, seeds, error, float(freedom))
 
 
-def over_seeds(values: np.ndarray) -> Estimate:
-    """Estimate the mean of numbers, one for each of at least two seeds, by Student's distribution."""
-    return estimate(Sample(values[:, None], np.ones(1)))
-
-
-def difference(a: Sample, b: Sample) -> Estimate:
-    """Estimate `a` minus `b`, paired by seed and text, so that the variation they share cancels.
-
-    Raises ValueError: their seeds or texts differ.
-    """
-    if a.values.shape != b.values.shape or not np.array_equal(a.units, b.units):
-        raise ValueError(f"only the same seeds and texts can be compared, not {a.values.shape} and {b.values.shape}")
-    return estimate(Sample(a.values - b.values, a.units))
-
-
 def share(part: Sample, whole: Sample) -> Estimate:
     """Return `part` as a share of `whole`; NaN if the mean of `whole` is 0.
 
@@ -137,9 +117,7 @@ def share(part: Sample, whole: Sample) -> Estimate:
         part: sums over the texts.
         whole: sums over the same texts, of one seed or of the seeds of `part`.
     """
-    mean = whole.values.mean(axis=0).sum()
-    if not mean:
-        mean = np.nan
+    mean = whole.values.mean(axis=0).sum() or np.nan
     value = part.values.mean(axis=0).sum() / mean
     scale = abs(mean / part.units.sum())
     # The linear part of the ratio has mean 0 and is in the units of the parts; dividing by the whole makes it a share.

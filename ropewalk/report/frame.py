@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
@@ -29,12 +30,15 @@ IGNORED = (
 )  # fmt: skip
 PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
 COSTS = ["parameters", "tokens_per_s", "peak_memory_mb"]  # of training.json; NaN where that has none
-RUN_COLUMNS = ["name", "seed", "encoding", "data", "train_len", "section", "group", "label", "settings", "done", *COSTS]
+RUN_COLUMNS = [
+    "name", "seed", "encoding", "data", "train_len", "section", "group", "label", "settings", "done", "identity",
+    *COSTS,
+]  # fmt: skip
 RESULT_COLUMNS = [
     "path", "file", "seed", "train_len", "section", "group", "line", "kind", "task", "difficulty", "depth",
     "span_start", "span_end", "continuation", "part", "length", "quantity", "unit", "value", "optimum", "texts",
-    "documents", "step", "reading", "variant", "encoding", "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
-    "sample", "optimum_sample",
+    "documents", "step", "reading", "variant", "encoding", "pe", "scale", "own_pe", "zero_shot", "skipped", "eval",
+    *PROVENANCE, "sample", "optimum_sample",
 ]  # fmt: skip
 
 
@@ -56,15 +60,15 @@ class Runs(NamedTuple):
     left_out: list[tuple[str, str]]
 
 
+@dataclass
 class _Read:
     """What lies in some folders, before runs are grouped."""
 
-    def __init__(self) -> None:
-        self.runs: list[dict[str, Any]] = []
-        self.configs: dict[str, dict[str, Any]] = {}
-        self.results: list[dict[str, Any]] = []  # RESULT_COLUMNS but for section, group, line and reading; with own_pe
-        self.left_out: list[tuple[str, str]] = []
-        self.texts: dict[Any, np.ndarray] = {}
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    configs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    results: list[dict[str, Any]] = field(default_factory=list)  # RESULT_COLUMNS but for section, group, line, reading
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    texts: dict[Any, np.ndarray] = field(default_factory=dict)
 
     @contextmanager
     def attempt(self, path: Path) -> Iterator[None]:
@@ -114,13 +118,29 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     """Read all runs in or below `folders`. A run that is broken in any way is left out.
 
     Args:
-        folders: also files as from `save`.
+        folders: also files that `archive.write` makes.
         only: patterns of names, as in "rope-*"; none: all runs.
         exclude: patterns of names that are passed over.
 
     Raises ConfigError: a folder does not exist.
     """
-    read = _read(folders, only, exclude)
+
+    def is_chosen(name: str) -> bool:
+        wanted, unwanted = (any(fnmatchcase(name, pattern) for pattern in patterns) for patterns in (only, exclude))
+        return (wanted or not only) and not unwanted
+
+    places = list(dict.fromkeys(map(Path, [folders] if isinstance(folders, str | Path) else folders)))
+    archives = [place for place in places if place.name.endswith(archive.SUFFIX) and place.is_file()]
+    read = _Read()
+    # First the run directories, each with all files of its results; then the files of many runs.
+    for path in _find([place for place in places if place not in archives]):
+        if is_chosen(printable(path.name)):
+            with read.attempt(path):
+                read.add_run(path)
+    for path in archives:
+        with read.attempt(path):
+            read.add_archive(path, is_chosen)
+
     runs = pd.DataFrame(columns=RUN_COLUMNS)
     results = pd.DataFrame(columns=RESULT_COLUMNS)
     if read.runs:
@@ -130,33 +150,6 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     if read.results:
         results = _with_lines(pd.DataFrame(read.results), runs)
     return Runs(runs[RUN_COLUMNS], results[RESULT_COLUMNS], read.configs, sorted(read.left_out))
-
-
-def save(path: Path, folders: Iterable[str | Path], only: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
-    """Write the complete runs in or below `folders` as one file that `load` reads."""
-    read = _read(folders, only, exclude)
-    archive.write(path, read.runs, read.configs, read.results)
-
-
-def _read(folders: str | Path | Iterable[str | Path], only: Sequence[str], exclude: Sequence[str]) -> _Read:
-    """Read all runs and results in or below `folders`; see `load`."""
-
-    def is_chosen(name: str) -> bool:
-        wanted, unwanted = (any(fnmatchcase(name, pattern) for pattern in patterns) for patterns in (only, exclude))
-        return (wanted or not only) and not unwanted
-
-    places = list(dict.fromkeys(map(Path, [folders] if isinstance(folders, str | Path) else folders)))
-    archives = [place for place in places if place.name.endswith(archive.SUFFIX) and place.is_file()]
-    read = _Read()
-    # First the run directories, each with all files of its results; then the files of `save`, each of many runs.
-    for path in _find([place for place in places if place not in archives]):
-        if is_chosen(printable(path.name)):
-            with read.attempt(path):
-                read.add_run(path)
-    for path in archives:
-        with read.attempt(path):
-            read.add_archive(path, is_chosen)
-    return read
 
 
 def curves(runs: Runs) -> pd.DataFrame:
@@ -262,8 +255,10 @@ def _grouped(
     # A hash tells apart different data of the same name.
     hashes = runs.identity.map(lambda identity: f" ({sha256(identity.encode()).hexdigest()[:6]})")
     is_ambiguous = runs.groupby("data").identity.transform("nunique") > 1
-    trained_at = runs.groupby(_together(runs, results)).train_len.transform(_trained_at)
-    runs["section"] = runs.data + hashes.where(is_ambiguous, "") + trained_at
+    lengths = runs.groupby(_together(runs, results)).train_len.transform(
+        lambda lengths: " and ".join(map("{:,}".format, sorted(lengths.unique())))
+    )
+    runs["section"] = runs.data + hashes.where(is_ambiguous, "") + ", trained at " + lengths + " tokens"
 
     # Runs are seeds of one line if all settings are equal that decide what is computed.
     runs["key"] = [json.dumps(compared(configs[path]), sort_keys=True) for path in runs.path]
@@ -315,11 +310,6 @@ def _together(runs: pd.DataFrame, results: Iterable[Mapping[str, Any]]) -> pd.Se
     return runs.identity + runs.path.map(of_path).astype(str)
 
 
-def _trained_at(lengths: pd.Series) -> str:
-    """Return training lengths in words, for the title of a section."""
-    return f", trained at {' and '.join(f'{length:,}' for length in sorted(lengths.unique()))} tokens"
-
-
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the options in which each of several settings differs from others of its encoding, sorted by name."""
     # As JSON: lists have no hash, and a missing key is not the same as null.
@@ -343,17 +333,14 @@ def in_words(name: str, options: Mapping[str, Any]) -> str:
     return f"{name} ({', '.join(words)})".strip() if words else name
 
 
-def _labels(groups: pd.DataFrame, differences: Sequence[Mapping[str, Any]]) -> list[str]:
+def _labels(groups: pd.DataFrame, differences: Sequence[Mapping[str, Any]]) -> pd.Series:
     """Return the label of each group: its settings; the name of its first run if it differs in several, or repeats."""
-    labels: list[str] = []
-    for run, differs in zip(groups.itertuples(), differences, strict=True):
-        label = run.settings
-        if len(differs) > 1 or (groups.settings == label).sum() > 1:
-            label = run.name.removesuffix(f"-s{run.seed}")
-        # Directories in different folders may have one name.
-        n = sum(other == label or other.startswith(f"{label} [") for other in labels)
-        labels.append(f"{label} [{n + 1}]" if n else label)
-    return labels
+    names = [run.name.removesuffix(f"-s{run.seed}") for run in groups.itertuples()]
+    is_long = groups.settings.duplicated(keep=False) | np.array([len(differs) > 1 for differs in differences])
+    labels = groups.settings.mask(is_long, names)
+    # Directories in different folders may have one name.
+    number = labels.groupby(labels).cumcount() + 1
+    return labels.where(number == 1, labels + " [" + number.astype(str) + "]")
 
 
 def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:

@@ -247,7 +247,7 @@ def picture(runs: Runs, kind: str, reference: str = "rope") -> bytes:
     """
     from ropewalk.report import plot
 
-    return plot.written(plot.figure_of(plot.gain(results(runs, reference), plot.new())), kind)
+    return plot.written(plot.gain(results(runs, reference), plot.new()), kind)
 
 
 def write_beside(run: Path) -> Path:

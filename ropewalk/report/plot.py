@@ -5,7 +5,7 @@
     ropewalk.plot.gain(table, ax=axes[0], lines=["fox"])        # in yours; all other lines are grey
     ax.figure.savefig("gain.pdf")                               # or .svg, .png
 
-Colours are for a light or a dark background, whichever the Axes has.
+Colours are for a light background; on a page also for a dark one.
 """
 
 import io
@@ -20,7 +20,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from matplotlib import colors, markers, ticker, transforms
+from matplotlib import ticker, transforms
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
@@ -73,7 +73,7 @@ OVER = {"itself": "gain", "reference": "lead"}  # columns
 VALIDATION = ("val/bits_per_byte", "val/error", "val/loss")  # the first that was recorded is drawn
 POINT = ["line", "seed", "x", "y", "low", "high"]  # columns of what is drawn; the interval may be NaN
 LONGEST = 24  # characters of a name at the end of a line
-Name = tuple[str, float | None, float, str]  # y and x of the end of a line, and its colour
+Name = tuple[str, float, float, str]  # y and x of the end of a line, and its colour
 # What a figure on a page does without. Words have the font of their page, which is narrower than matplotlib's, so that
 # none leaves its place.
 SHORTER = {
@@ -106,39 +106,38 @@ def gain(
 
     Raises ValueError: the table has several sections, or no such line; NothingError: no run has measured that.
     """
-    if over not in OVER:
-        raise ValueError(f"over={over!r}: there is {' and '.join(map(repr, OVER))}")
     column = OVER[over]
     rows = losses_of_text(table).sort_values("length", kind="stable")
     rows = rows[rows[column].notna() & ((rows.length >= rows.cut) | (column == "lead"))]
     if rows.empty:
         raise NothingError("nothing to draw: no run has measured the loss of a text and of the cut text")
     ax = dressed(ax)
-    cuts = rows.cut.unique()
-    cut = f"{cuts[0]:,.0f} tokens" if len(cuts) == 1 else "its training length"
+    cut = " or ".join(map("{:,.0f}".format, sorted(rows.cut.unique())))
     # Most lines are compared with themselves, which needs no words.
     baselines = rows.reference if column == "lead" else rows.base[rows.base.str.startswith(START)]
     names = [line for line in baselines.unique() if line]
     whose = "what each is compared with, on " if len(names) > 1 else "".join(f"{name} on " for name in names)
-    dots = ", dots: seeds" if rows.seeds.max() > 1 else ""
-    dashes = "; dashed: read otherwise than trained" if rows.zero_shot.any() else ""
-    note = f"{rows.unit.iloc[0]}; below 0 cut the text; bars: 95 % interval{dots}{dashes}"
-    titled(ax, f"Gain over {whose}the text cut to {cut}", note)
-    ax.axhline(0, color=palette_of(ax).muted, linewidth=1.2, zorder=1)
+    note = "below 0 cut the text; bars: 95 % interval, dots: seeds; dashed: read otherwise than trained"
+    titled(ax, f"Gain over {whose}the text cut to {cut} tokens", f"{rows.unit.iloc[0]}; {note}")
+    ax.axhline(0, color=LIGHT.muted, linewidth=1.2, zorder=1)
 
     # On the axis gains can be told apart: neither a failure nor the best possible may squeeze them, nor an interval.
     # The best line of the longest text is on it in any case, with its intervals.
     points = rows[["line", "seed", "length", column, f"{column}_low", f"{column}_high"]].set_axis(POINT, axis=1)
-    gains = points[points.seed.isna() & (points.line != BEST_POSSIBLE)]
-    most = max(FLOOR, gains.y.max())
+    means = over_seeds(points)
+    gains = means[means.line != BEST_POSSIBLE]
     last = gains[gains.x == gains.x.max()]
     best = gains[gains.line.isin(last.line[last.y == last.y.max()])]
-    highest = max(most, min(2 * most, gains.high.max()), best.high.max())
-    lowest = max(min(-FLOOR, gains.low.min()), min(-1.2 * highest, -6 * FLOOR, best.low.min()))
-    possible = points.y[points.line == BEST_POSSIBLE].max()
-    if possible <= 1.6 * most:
-        highest = max(highest, possible)
+    most = max(FLOOR, gains.y.max())
+    highest = max(most, means.y[means.y <= 1.6 * most].max(), best.high.max())
+    lowest = max(gains.low.min(), min(-1.2 * highest, best.low.min()))
     pad = 0.06 * (highest - lowest)
+    lengths = sorted(points.x.unique())
+    ax.set_xscale("log")
+    ax.set_xlim(lengths[0] / 1.06, lengths[-1] * 1.06)
+    ax.xaxis.set_major_locator(ticker.FixedLocator(lengths, nbins=5))  # for so many words even a phone has room
+    ax.minorticks_off()
+    ax.set_xlabel("length of the text in tokens")
     _draw(ax, points, _looks(rows, lines, ax), (lowest - pad, highest + pad), "{:+.2f}")
     return ax
 
@@ -169,29 +168,23 @@ def curves(
     if lines is None:
         lines = [line for line in rows.line.unique() if line != reference]
     looks = {line: look | {"marker": ""} for line, look in _looks(rows, lines, ax).items()}
-    # The first validations are far above all that matters, and so is what diverged; one line is on the axis to its end.
+    # The first validations are far above all that matters, and so is what diverged.
+    late = rows[rows.x >= rows.x.max() / 4]
     best = rows.y.min()
-    late = [losses.iloc[len(losses) // 4 :] for _, losses in rows.groupby("line").y]
-    highest = max(max(losses.iloc[0] for losses in late), min(losses.max() for losses in late))
+    highest = late.groupby("line").y.max().median()
     pad = 0.05 * (highest - best) + FLOOR
-    _draw(ax, rows[POINT], looks, (best - pad, highest + pad), "{:.2f}", is_log=False, xlabel="tokens of training")
+    ax.set_xlim(0, rows.x.max())
+    ax.xaxis.set_major_locator(ticker.MaxNLocator(4))
+    ax.set_xlabel("tokens of training")
+    _draw(ax, rows[POINT], looks, (best - pad, highest + pad), "{:.2f}")
     return ax
 
 
-def figure_of(ax: Axes) -> Figure:
-    """Return the whole figure of an Axes."""
-    figure = ax.figure
-    assert isinstance(figure, Figure), "a part of a figure has no file of its own"
-    return figure
-
-
-def written(figure: Figure, kind: str) -> bytes:
-    """Return a figure as "svg", "png" or "pdf"; the same figure makes the same bytes. ValueError: another kind."""
-    if kind not in TIMELESS:
-        raise ValueError(f"a figure is written as .svg, .png or .pdf, not as .{kind}")
+def written(ax: Axes, kind: str) -> bytes:
+    """Return the whole figure of an Axes as "svg", "png" or "pdf"; the same figure makes the same bytes."""
     file = io.BytesIO()
     with matplotlib.rc_context(PLAIN):
-        figure.savefig(file, format=kind, metadata=TIMELESS[kind], dpi=200)
+        ax.figure.savefig(file, format=kind, metadata=TIMELESS[kind], dpi=200)  # type: ignore[union-attr]
     return file.getvalue()
 
 
@@ -199,7 +192,7 @@ def svg(draw: Callable[[Axes], object], size: tuple[float, float] = WIDE) -> str
     """Return a figure as SVG for a page: as wide as its place, in the colours of the page's variables."""
     ax = new(size)
     draw(ax)
-    text = written(figure_of(ax), "svg").decode()
+    text = written(ax, "svg").decode()
     replacements = {colour: f"var(--{name})" for name, colour in LIGHT.variables().items()}
     for pattern, replacement in (SHORTER | replacements).items():
         text = re.sub(pattern, replacement, text, flags=re.DOTALL)
@@ -215,10 +208,10 @@ def on_its_own(picture: str) -> str:
     return re.sub(r"(<svg[^>]*>)", rf"\1<style>{words}:root{{{LIGHT.style()}}}{dark}</style>", picture, count=1)
 
 
-def new(size: tuple[float, float] = WIDE, palette: Palette = LIGHT) -> Axes:
+def new(size: tuple[float, float] = WIDE) -> Axes:
     """Return the Axes of a new figure, for pages and files: pyplot does not know it."""
-    figure = Figure(figsize=size, layout="constrained", facecolor=palette.paper)
-    return figure.subplots(subplot_kw={"facecolor": palette.paper})
+    figure = Figure(figsize=size, layout="constrained", facecolor=LIGHT.paper)
+    return figure.subplots(subplot_kw={"facecolor": LIGHT.paper})
 
 
 def short(line: str, most: int = LONGEST) -> str:
@@ -242,49 +235,40 @@ def dressed(ax: Axes | None) -> Axes:
     """Return the Axes, or a new one that pyplot shows, with a grid and without a frame."""
     if ax is None:
         _, ax = plt.subplots(figsize=WIDE, layout="constrained")
-    palette = palette_of(ax)
     ax.spines[["left", "right", "top"]].set_visible(False)
-    ax.spines["bottom"].set_color(palette.muted)
+    ax.spines["bottom"].set_color(LIGHT.muted)
     ax.set_axisbelow(True)
-    ax.grid(axis="y", color=palette.grid, linewidth=0.8)
-    ax.tick_params(colors=palette.muted, labelsize=SIZE)
+    ax.grid(axis="y", color=LIGHT.grid, linewidth=0.8)
+    ax.tick_params(colors=LIGHT.muted, labelsize=SIZE)
     ax.tick_params(axis="y", length=0)
     return ax
 
 
-def palette_of(ax: Axes) -> Palette:
-    """Return the colours for the background of an Axes."""
-    red, green, blue = colors.to_rgb(ax.get_facecolor())
-    return LIGHT if 0.2 * red + 0.7 * green + 0.1 * blue > 0.5 else DARK
-
-
 def _looks(rows: pd.DataFrame, named: Sequence[str] | None, ax: Axes) -> dict[str, dict[str, Any]]:
     """Return how each line is drawn: the reference in ink, the named ones in colours, all others grey."""
-    palette = palette_of(ax)
     named = list(chosen(rows) if named is None else named)[:MOST]
     unknown = set(named) - set(rows.line)
     if unknown:
         raise ValueError(f"lines={sorted(unknown)}: there is {', '.join(rows.line.unique())}")
     looks: dict[str, dict[str, Any]] = {
-        line: {"color": palette.grey, "linewidth": 1.0, "zorder": GREY, "marker": "."} for line in rows.line.unique()
+        line: {"color": LIGHT.grey, "linewidth": 1.0, "zorder": GREY, "marker": "."} for line in rows.line.unique()
     }
-    for line, color, marker in zip(named, palette.lines, MARKERS, strict=False):
+    for line, color, marker in zip(named, LIGHT.lines, MARKERS, strict=False):
         looks[line] = {"color": color, "linewidth": 1.8, "zorder": COLOURED, "marker": marker}
     for line in looks.keys() & set(rows.reference):
-        looks[line] = {"color": palette.ink, "linewidth": 2.4, "zorder": REFERENCE, "marker": "o"}
+        looks[line] = {"color": LIGHT.ink, "linewidth": 2.4, "zorder": REFERENCE, "marker": "o"}
     for line in rows.line[rows.zero_shot.astype(bool)].unique():
         looks[line]["linestyle"] = (0, (4, 1.8))
     if BEST_POSSIBLE in looks:
         looks[BEST_POSSIBLE] |= {
-            "color": palette.muted, "linewidth": 1.6, "linestyle": (0, (1, 1.5)), "marker": "", "zorder": BEST,
+            "color": LIGHT.muted, "linewidth": 1.6, "linestyle": (0, (1, 1.5)), "marker": "", "zorder": BEST,
         }  # fmt: skip
     return looks
 
 
 def _draw(
-    ax: Axes, points: pd.DataFrame, looks: Mapping[str, dict[str, Any]], limits: tuple[float, float], number: str, *,
-    is_log: bool = True, xlabel: str = "length of the text in tokens",
-) -> None:  # fmt: skip
+    ax: Axes, points: pd.DataFrame, looks: Mapping[str, dict[str, Any]], limits: tuple[float, float], number: str
+) -> None:
     """Draw lines within an axis, and name them at their ends; what has left the axis there has its number.
 
     Args:
@@ -292,84 +276,55 @@ def _draw(
     """
     ax.set_ylim(limits)
     ax.ticklabel_format(axis="y", useOffset=False)
-    ax.set_xlabel(xlabel, color=palette_of(ax).muted, fontsize=SIZE)
-    # Those of most colour and the best come last, so that they lie above the others.
-    ends = points[points.seed.isna()].drop_duplicates("line", keep="last").set_index("line")
-    order = sorted(ends.index, key=lambda line: (looks[line]["zorder"], ends.y[line], line))
-    coloured = [line for line in order if looks[line]["zorder"] == COLOURED]
-    for line in order:
+    ax.xaxis.set_major_formatter("{x:,.10g}")
+    ax.xaxis.label.set(color=LIGHT.muted, fontsize=SIZE)
+    ends = over_seeds(points).drop_duplicates("line", keep="last").set_index("line").sort_values("y", kind="stable")
+    names: list[Name] = []
+    for line in ends.index:
         of_line = points[points.line == line]
-        means = of_line[of_line.seed.isna()]
+        means = over_seeds(of_line)
         look = looks[line]
-        dodge = DODGE * (coloured.index(line) - (len(coloured) - 1) / 2) if line in coloured else 0
-        aside = ax.transData + transforms.ScaledTranslation(dodge / 72, 0, ax.figure.dpi_scale_trans)
-        ax.plot(means.x, means.y, **look, markersize=4.5, transform=aside)
-        if look["zorder"] > GREY:
-            behind = {"color": look["color"], "zorder": look["zorder"] - 0.1, "transform": aside}
-            if line != BEST_POSSIBLE:
-                ax.vlines(means.x, means.low, means.high, linewidth=1.2, alpha=0.6, **behind)
-                # An interval that goes on beyond the axis ends there in an arrow.
-                for end, tip in zip(limits, (markers.CARETDOWN, markers.CARETUP), strict=True):
-                    for x in means.x[(means.low < end) & (end < means.high)]:
-                        ax.plot(x, end, marker=tip, markersize=5, **behind)
-            dots = of_line[of_line.seed.notna()]
-            if len(dots) > len(means):
-                ax.plot(dots.x, dots.y, ".", markersize=2.5, alpha=0.45, **behind)
-    named = [line for line in ends.sort_values("y", kind="stable").index if looks[line]["zorder"] > GREY]
-    names = [_name(line, ends.x[line], ends.y[line], limits, number, looks[line]["color"]) for line in named]
-    if len(order) > len(names):
-        names.append((f"{len(order) - len(names)} more", None, points.x.max(), palette_of(ax).grey))
-    if is_log:
-        _set_lengths(ax, sorted(points.x.unique()))
-    else:
-        # Matplotlib does not count lines that are drawn aside of their data.
-        ax.update_datalim([(x, limits[0]) for x in points.x])
-        ax.xaxis.set_major_locator(ticker.MaxNLocator(4))
-        ax.xaxis.set_major_formatter("{x:,.10g}")
+        if look["zorder"] == GREY:
+            ax.plot(means.x, means.y, **look, markersize=4.5)
+            continue
+        aside = transforms.ScaledTranslation(DODGE / 72 * (len(names) % 5 - 2), 0, ax.figure.dpi_scale_trans)
+        look = look | {"transform": ax.transData + aside}
+        bars = None if line == BEST_POSSIBLE else [means.y - means.low, means.high - means.y]
+        ax.errorbar(means.x, means.y, bars, **look, markersize=4.5, elinewidth=1.2)
+        dots = of_line[of_line.seed.notna()]
+        if len(dots) > len(means):
+            ax.plot(dots.x, dots.y, **look | {"marker": ".", "linestyle": ""}, markersize=2.5, alpha=0.45)
+        names.append(_name(line, ends.x[line], ends.y[line], limits, number, look["color"]))
+    if len(ends) > len(names):
+        names.append((f"{len(ends) - len(names)} more", limits[0], points.x.max(), LIGHT.grey))
     name_ends(ax, names)
 
 
 def _name(line: str, x: float, end: float, limits: tuple[float, float], number: str, colour: str) -> Name:
     """Return what stands at the end of a line: its name, with its last value if that is off the axis."""
     low, high = limits
+    words = ""
     if math.isnan(end):
         words = " diverged"
-    elif low <= end <= high:
-        words = ""
-    else:
+    elif not low <= end <= high:
         words = f" {'↓' if end < low else '↑'} {number.format(end)}"
     return short(line, LONGEST - len(words)) + words, float(np.nan_to_num(end, nan=high).clip(low, high)), x, colour
 
 
-def _set_lengths(ax: Axes, lengths: Sequence[float]) -> None:
-    """Make the axis that of text lengths, with words at as many of them as have room."""
-    # In inches. The names at the ends of lines take a third of the axes.
-    width = 0.66 * figure_of(ax).get_figwidth() * ax.get_position().width
-    room = 0.009 * SIZE * (len(f"{lengths[-1]:,.0f}") + 0.5)
-    ax.set_xscale("log")
-    ax.set_xlim(lengths[0] / 1.06, lengths[-1] * 1.06)
-    ax.xaxis.set_major_locator(ticker.FixedLocator(lengths, nbins=max(2, int(width / room))))
-    ax.xaxis.set_major_formatter("{x:,.0f}")
-    ax.xaxis.set_minor_locator(ticker.FixedLocator(lengths))
-    ax.xaxis.set_minor_formatter("")
-
-
 def name_ends(ax: Axes, names: Sequence[Name]) -> None:
-    """Write names right of the axes, each beside the end of its line and none upon another.
-
-    One without an end stands at the bottom.
-    """
-    figure_of(ax).draw_without_rendering()
+    """Write names right of the axes, each beside the end of its line and none upon another."""
+    ax.figure.draw_without_rendering()  # type: ignore[union-attr]
     box = ax.get_window_extent()
-    wanted = [0.0 if y is None else (ax.transData.transform((x, y))[1] - box.y0) / box.height for _, y, x, _ in names]
+    wanted = [(ax.transData.transform((x, y))[1] - box.y0) / box.height for _, y, x, _ in names]
     places = spread(wanted, 1.25 * SIZE * ax.figure.dpi / 72 / box.height)
     for (name, y, x, color), place in zip(names, places, strict=True):
-        look: dict[str, Any] = {"va": "center", "color": color, "fontsize": SIZE, "parse_math": False}
-        if y is not None:
-            look["arrowprops"] = {
+        ax.annotate(
+            name, (x, y), xytext=(1.05, place), textcoords="axes fraction", annotation_clip=False, va="center",
+            color=color, fontsize=SIZE, parse_math=False,
+            arrowprops={
                 "arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5),
-            }  # fmt: skip
-        ax.annotate(name, (x, y or 0), xytext=(1.05, place), textcoords="axes fraction", annotation_clip=False, **look)
+            },
+        )  # fmt: skip
 
 
 def spread(wanted: Sequence[float], room: float) -> list[float]:
@@ -384,16 +339,15 @@ def spread(wanted: Sequence[float], room: float) -> list[float]:
 
 def titled(ax: Axes, title: str, note: str) -> None:
     """Write a title and a note under it, in lines that fit into the figure."""
-    palette = palette_of(ax)
     # Axes side by side have a part of the figure each; one alone begins with 0.775 of it.
     share = min(1.0, ax.get_position().width / 0.775)
-    characters = share * figure_of(ax).get_figwidth() * 72 / SIZE / 0.62
+    characters = share * ax.figure.get_figwidth() * 72 / SIZE / 0.62
     lines = textwrap.wrap(note, int(characters * 1.2))
     words = "\n".join(textwrap.wrap(printable(title), int(characters * 0.8)))
     ax.set_title(
-        words, loc="left", pad=10 + 1.2 * SIZE * len(lines), fontsize=SIZE + 1, fontweight="bold", color=palette.ink
+        words, loc="left", pad=10 + 1.2 * SIZE * len(lines), fontsize=SIZE + 1, fontweight="bold", color=LIGHT.ink
     )
     ax.annotate(
         "\n".join(lines), (0, 1), xytext=(0, 8), xycoords="axes fraction", textcoords="offset points", va="bottom",
-        color=palette.muted, fontsize=SIZE - 1, linespacing=1.25,
+        color=LIGHT.muted, fontsize=SIZE - 1, linespacing=1.25,
     )  # fmt: skip

@@ -174,9 +174,9 @@ class Measure:
         }
         if self.is_task:
             row["learned"] = sum((key.line, of_run) in self.learned for of_run in by_seed)
-        row |= _columns("", self.means[key] if seed is None else self._mean(key, by_seed))
-        for name, paired in self._paired(key, by_seed).items():
-            row |= _columns(name, paired)
+        mean = self.means[key] if seed is None else self._mean(key, by_seed)
+        for name, estimated in {"": mean, **self._paired(key, by_seed)}.items():
+            row |= _columns(name, estimated)
         if "gain" in row:
             row["verdict"] = verdict(row["gain_low"], row["gain_high"], row["tolerance"])
         return row

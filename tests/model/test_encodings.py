@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def slow_if_repeated(names, place="") -> list:
     cases = []
     for name in names:
         first_part, *_ = position.parts(pe_options(name)).values()
-        cls = position.resolve(first_part["_target_"])
+        cls = resolve_name(first_part["_target_"])
         hooks = tuple(getattr(cls, hook) for hook in HOOKS)
         marks = [pytest.mark.long] if place else []
         if hooks in seen:
@@ -441,7 +442,7 @@ def test_checkpointing_is_the_same_training_in_half_of_the_memory(name, monkeypa
 @pytest.mark.parametrize("name", ALONE)
 def test_the_yaml_lists_every_option(name):
     options = pe_options(name)
-    cls = position.resolve(options.pop("_target_"))
+    cls = resolve_name(options.pop("_target_"))
 
     assert options.pop("name") == name
     assert options.keys() == options_of(cls).keys()

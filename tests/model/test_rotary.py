@@ -1,6 +1,7 @@
 """The rotary family against transformers, and against definitions written out as loops in float64."""
 
 import math
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from model import position
 from model.position.layer import make_context
 from model.position.network import for_length
 from model.position.rotary import Rotary
@@ -31,7 +31,7 @@ over_a_grid = pytest.mark.parametrize(("head_dim", "original_len", "scale", "bas
 def subclasses(of):
     """Names of the encodings that are a kind of it."""
     alone = [name for name in ENCODINGS if "pattern" not in pe_options(name)]
-    return [name for name in alone if issubclass(position.resolve(pe_options(name)["_target_"]), of)]
+    return [name for name in alone if issubclass(resolve_name(pe_options(name)["_target_"]), of)]
 
 
 SCALED = subclasses(ScaledRotary)

@@ -6,7 +6,6 @@ import pandas as pd
 import pytest
 from synthetic import write_run
 
-from ropewalk.report import frame
 from scripts import report as program
 
 STARTS = {
@@ -48,7 +47,7 @@ def test_runs_are_chosen_by_place_and_name_and_compared_with_the_asked_reference
     for pe in ("rope", "nope", "alibi", "cope"):
         write_run(tmp_path / pe, pe, 1)
     published = tmp_path / "published.jsonl.gz"
-    frame.save(published, [tmp_path / "rope", tmp_path / "nope"])
+    report(f"[{tmp_path / 'rope'},{tmp_path / 'nope'}]", f"out={published}")
     folders = f"[{published},{tmp_path / 'alibi'},{tmp_path / 'cope'}]"
     outcome = report(folders, "only=[*ope-*,alibi-*]", "exclude=[nope*,cope*]", "reference=alibi", "format=csv")
     rows = rows_of(outcome)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from lab.board.judge import difference
+from lab.board.rules import over_seeds
 from ropewalk.evaluation.statistics import (
     Estimate,
     Sample,
     by_document,
-    difference,
     estimate,
-    over_seeds,
     p_value,
     share,
     tied,

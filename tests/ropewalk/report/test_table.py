@@ -11,6 +11,7 @@ from conftest import pe_options
 from scipy import stats
 from synthetic import TEXTS, edited, evaluate, write_run, write_runs
 
+from ropewalk.evaluation import archive
 from ropewalk.report import frame
 from ropewalk.report.answer import answer
 from ropewalk.report.table import over_seeds, results
@@ -313,7 +314,8 @@ def test_results_in_one_file_are_compared_like_their_runs(tmp_path):
     write_runs(tmp_path / "b", "fox", seeds=(0, 1))
     write_runs(tmp_path / "c", "rope", config={"optim.lr": 0.5}, falls=0.06)  # a name that is in `a`, too
     file = tmp_path / "a.jsonl.gz"
-    frame.save(file, [tmp_path / "a", tmp_path / "c"])
+    runs = frame.load([tmp_path / "a", tmp_path / "c"])
+    archive.write(file, runs.runs, runs.configs, runs.results)
     own = results(frame.load(tmp_path))
     theirs = results(frame.load([file, tmp_path / "b"]))
     columns = ["line", "seed", "length", "value", "low", "high", "gain", "difference", "behind"]

@@ -7,6 +7,7 @@ import pytest
 from planted import Planted, Texts, results_of
 
 from data.tasks.markov import Markov
+from lab.board.judge import difference
 from ropewalk.evaluation import statistics
 from ropewalk.evaluation.measures import far_copies, lengths
 from ropewalk.evaluation.statistics import Sample
@@ -77,7 +78,7 @@ COPIERS = [
 def test_who_copies_well_gains_by_length_and_who_copies_blindly_loses(p, words, sees, sign):
     """The text cut to the training length does not have the words that recur."""
     losses, _ = by_length(Planted(copier(p, words), sees), recurring())
-    gain = statistics.difference(losses[TRAIN_LEN], losses[64])
+    gain = difference(losses[TRAIN_LEN], losses[64])
     assert sign_of(gain.value) == sign
     assert gain.separated == bool(sign)
 
@@ -128,4 +129,4 @@ def test_who_looks_as_far_back_as_the_texts_are_decided_reaches_the_optimum():
 
 def test_the_short_sighted_gain_nothing_and_lose_nothing():
     losses, _ = by_length(Planted(count, sees=TRAIN_LEN), FAR)
-    assert statistics.difference(losses[TRAIN_LEN], losses[64])[:3] == (0, 0, 0)
+    assert difference(losses[TRAIN_LEN], losses[64])[:3] == (0, 0, 0)
