@@ -52,7 +52,7 @@ def main(args: Arguments) -> None:
         raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
 
     named = [kind for kind in get_args(Format) if str(args.out).endswith(f".{kind}")]
-    kind = args.format or next(iter(named), "html")
+    kind: str = args.format or next(iter(named), "html")
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
     beside = next(filter(Path.is_dir, map(Path, folders)), Path())

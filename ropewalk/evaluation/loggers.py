@@ -24,6 +24,7 @@ WANDB_COLUMNS = [
     "measure", "variant", "zero_shot", "step", "task", "difficulty", "depth", "span_start", "span_end", "continuation",
     "length", "quantity", "unit", "value", "low", "high", "gain",
 ]  # fmt: skip
+BY_LENGTH = "by_length"  # section of the charts against length
 
 
 def open_tensorboard(run: RunDir, config: dict[str, Any]) -> Any:
@@ -66,6 +67,8 @@ class Wandb:
             reinit="finish_previous",  # that of an earlier job of a sweep, if it failed
             settings=wandb.Settings(console="off", init_timeout=30),
         )
+        # Charts of these have the length as their axis. They need no summary: that has a number for each length.
+        self.run.define_metric(f"{BY_LENGTH}/*", step_metric=f"{BY_LENGTH}/tokens", summary="none")
 
     def log_metrics(self, values: Mapping[str, Any], step: int) -> None:
         # When a run is resumed online, the server may already have the earlier steps.
@@ -73,12 +76,14 @@ class Wandb:
             self.run.log(dict(values), step=step)
 
     def publish(self, runs: frame.Runs, table: pd.DataFrame, metrics: Mapping[str, float | str]) -> None:
-        """Show the results as a summary, a table and the page."""
+        """Show the results as a summary, curves over length, a table and the page."""
         import wandb
 
         self.run.summary.update(dict(metrics))
         of_run = table[table.seed.notna()]
         self.run.log({"eval/results": wandb.Table(dataframe=of_run[WANDB_COLUMNS].astype(object))})
+        for length, values in length_curves(table).items():
+            self.run.log({f"{BY_LENGTH}/tokens": length, **values})
         self.run.log({"eval/report": wandb.Html(page.html(runs), inject=False)})
 
     def finalize(self, status: str) -> None:
@@ -144,9 +149,12 @@ class Tracker:
         metrics |= {f"parameters/{name}": count for name, count in self.config["parameters"].items()}
         if kind == "wandb":
             tracker.publish(runs, table, metrics)
-        else:
-            numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
-            tracker.log_hyperparams(self.config, numbers, int(table.step.max()))
+            return
+        numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
+        tracker.log_hyperparams(self.config, numbers, int(table.step.max()))
+        # TensorBoard has no axis but the step, which is here a length.
+        for length, values in length_curves(table).items():
+            tracker.log_metrics(values, length)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         stopped = isinstance(error, SystemExit) and error.code in (STOPPED, INTERRUPTED)
@@ -160,6 +168,31 @@ def summary_metrics(table: pd.DataFrame) -> dict[str, float | str]:
     "eval/bits_per_byte@512" is the network as trained, "zero_shot/..." the variant that is best at the longest text.
     Names like "eval/gain@8x", "eval/verdict" and "eval/far_copies" are also the same for all training lengths.
     """
+    numbers = numbers_by_length(table)
+    places = numbers.length.astype(str).mask(numbers["name"].str.endswith("/gain"), numbers.times.map("{:g}x".format))
+    metrics: dict[str, float | str] = dict(zip(numbers["name"] + "@" + places, numbers.number, strict=True))
+    far = far_text(table).query("measure == 'far_copies'").set_index("line").value
+    for prefix, last in numbers.drop_duplicates("prefix", keep="last").set_index("prefix").iterrows():
+        others = {"variant": last.variant, "verdict": last.verdict, "far_copies": far.get(last.line)}
+        metrics |= {f"{prefix}/{name}": value for name, value in others.items() if not pd.isna(value)}
+    return metrics
+
+
+def length_curves(table: pd.DataFrame) -> dict[int, dict[str, float]]:
+    """Return the loss of one run, and its gain over cutting the text, by length in tokens and by name.
+
+    Names like "by_length/eval/bits_per_byte" and "by_length/zero_shot/gain" are the same for all encodings.
+    """
+    numbers = numbers_by_length(table)
+    names = f"{BY_LENGTH}/" + numbers["name"]
+    return {length: dict(zip(names[of.index], of.number, strict=True)) for length, of in numbers.groupby("length")}
+
+
+def numbers_by_length(table: pd.DataFrame) -> pd.DataFrame:
+    """Return each loss or error of the best lines and each gain over the cut text, with a name and the row's columns.
+
+    Names begin with "eval" for the final weights as trained, with "zero_shot" for the best other reading of them.
+    """
     rows = over_seeds(table)
     rows = rows[(rows.measure == "lengths") & (rows.line != BEST_POSSIBLE) & (rows.step == rows.step.max())]
     rows = rows.assign(prefix=rows.zero_shot.astype(bool).map({False: "eval", True: "zero_shot"}))
@@ -171,12 +204,6 @@ def summary_metrics(table: pd.DataFrame) -> dict[str, float | str]:
 
     # After the part, if there are several.
     part = rows.part + "/" if rows.part.nunique() > 1 else ""
-    losses = rows.prefix + "/" + part + rows.unit.str.replace(" ", "_") + "@" + rows.length.astype(str)
-    gained = rows[(rows.length > rows.cut) & rows.gain.notna()]
-    gains = gained.prefix + "/gain@" + gained.times.map("{:g}x".format)
-    metrics = dict(zip([*losses, *gains], [*rows.value, *gained.gain], strict=True))
-    far = far_text(table).query("measure == 'far_copies'").set_index("line").value
-    for prefix, last in rows.drop_duplicates("prefix", keep="last").set_index("prefix").iterrows():
-        others = {"variant": last.variant, "verdict": last.verdict, "far_copies": far.get(last.line)}
-        metrics |= {f"{prefix}/{name}": value for name, value in others.items() if not pd.isna(value)}
-    return metrics
+    losses = rows.assign(name=rows.prefix + "/" + part + rows.unit.str.replace(" ", "_"), number=rows.value)
+    gains = rows.assign(name=rows.prefix + "/gain", number=rows.gain)[(rows.length > rows.cut) & rows.gain.notna()]
+    return pd.concat([losses, gains]).sort_values("length", kind="stable", ignore_index=True)

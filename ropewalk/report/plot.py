@@ -341,7 +341,7 @@ def titled(ax: Axes, title: str, note: str) -> None:
     """Write a title and a note under it, in lines that fit into the figure."""
     # Axes side by side have a part of the figure each; one alone begins with 0.775 of it.
     share = min(1.0, ax.get_position().width / 0.775)
-    characters = share * ax.figure.get_figwidth() * 72 / SIZE / 0.62
+    characters = share * ax.figure.bbox.width / ax.figure.dpi * 72 / SIZE / 0.62
     lines = textwrap.wrap(note, int(characters * 1.2))
     words = "\n".join(textwrap.wrap(printable(title), int(characters * 0.8)))
     ax.set_title(
