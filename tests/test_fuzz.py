@@ -134,7 +134,7 @@ def commands(train, script):
     train(*SHORT, "trainer.max_steps=2", "name=whole")
     folder = train.runs.parent
     run = f"run={train.runs / 'whole'}"
-    page_of_all = f"folders=[{train.runs}]", "format=md", f"out={folder / 'page'}"
+    page_of_all = f"folders=[{train.runs}]", "format=md", f"out={folder / 'page.md'}"
     return {
         "train": partial(train, *SHORT, "name=whole", "trainer.max_steps=2"),
         "longer": partial(train, *SHORT, "name=whole", "trainer.max_steps=3"),
@@ -206,7 +206,7 @@ def test_mutations(commands, undamaged, train, tmp_path, rng):
 
     if command == "report":  # on the other run, whatever this one holds
         assert outcome.code == 0
-        assert "beside" in (tmp_path / "page").read_text()
+        assert "beside" in (tmp_path / "page.md").read_text()
 
 
 # Values as they stand on a command line: of every type, beyond every limit, and what a parser, a path or a terminal may
