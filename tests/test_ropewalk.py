@@ -38,14 +38,6 @@ def test_a_run_is_read_by_another_encoding(run):
     assert not torch.allclose(rope.logits(long), yarn.logits(long), atol=1e-3)
 
 
-def test_a_table_of_no_runs_has_the_same_columns(run, tmp_path):
-    table = ropewalk.runs(run)
-
-    assert set(table.encoding) == {"rope", "yarn"}  # what RoPE is read by unless told otherwise
-    assert list(ropewalk.runs(tmp_path)) == list(table)
-    assert len(ropewalk.runs(run, exclude=["ru*"])) == 0
-
-
 SHAPES = {
     "q": (2, 4, 24, 16),
     "k": (2, 2, 24, 16),

@@ -55,11 +55,6 @@ def test_runs_are_chosen_by_place_and_name_and_compared_with_the_asked_reference
     assert set(rows.reference) == {"alibi"}
 
 
-def test_patterns_that_fit_no_run_are_named(report, tmp_path):
-    write_run(tmp_path, "rope")
-    assert "no run with a name as in only=['none*']" in report(tmp_path, "only=[none*]", code=2).err
-
-
 def test_names_of_others_reach_neither_terminal_nor_spreadsheet(report, tmp_path):
     """A terminal would obey control characters, a spreadsheet compute what begins like a formula."""
     write_run(tmp_path, "rope", name="=HYPERLINK(1)")

@@ -61,13 +61,6 @@ def test_one_seed_is_one_text(sample):
     assert sample(*options, "temperature=0").out == sample(*options, "temperature=1e-308").out
 
 
-def test_a_wrong_option_is_named_and_nothing_printed(sample):
-    for wrong, message in (("prompt=", "prompt"), ("top_p=0", "top_p=0"), ("step=9", "step 9")):
-        said = sample("prompt=a", wrong, code=2)
-        assert said.out == ""
-        assert message in said.err
-
-
 def test_a_terminal_gets_no_control_characters(sample, monkeypatch):
     """A model may write them, as one of bytes does, and a prompt may have them; a file gets the text as it is."""
     options = ["prompt='\x1b[31ma'", "max_new_tokens=200", "temperature=2"]
