@@ -70,6 +70,9 @@ def train_all(runs: Sequence[Config]) -> list[str]:
     spawn = multiprocessing.get_context("spawn")  # a forked process would inherit the threads of PyTorch
     of_each = 1 if at_once > 1 else torch.get_num_threads()
     pool = ProcessPoolExecutor(at_once, spawn, _begin, (os.getpid(), of_each))
+    # A process dies with the thread that started it (see `die_with_parent`), so this one starts them.
+    for _ in waiting[:at_once]:
+        pool.submit(os.getpid)
     # Each thread has one run at a time. The pool alone would keep some ready, which would train after a stop.
     threads = ThreadPoolExecutor(at_once)
     handler = signal.signal(signal.SIGTERM, _stop_all)
