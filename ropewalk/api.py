@@ -256,7 +256,7 @@ def _check_tensors(pe: PositionEncoding, given: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless the tensors are those of one call of `attend`."""
     q = given["q"]
     if q.dim() != 4:
-        raise ValueError(f"q has the shape {tuple(q.shape)}, not [B, H, T, D]")
+        raise ValueError(f"q is {tuple(q.shape)}, not [B, H, T, D]")
     batch, _, length, _ = q.shape
     of_keys = (batch, pe.n_kv_head, length, pe.head_dim)
     shapes = {"q": (batch, pe.n_head, length, pe.head_dim), "k": of_keys, "v": of_keys, "x": (batch, length, pe.dim)}
