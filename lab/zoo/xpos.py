@@ -34,6 +34,9 @@ class XPos(Rotary):
         tokens = scale_base * 100 * math.log(2) / math.log((1 + gamma) / gamma)
         self.max_len = self.centre + int(tokens)
 
+    def remedy(self, length: int) -> str:
+        return f"raise pe.scale_base={self.scale_base:g}, or use another encoding"
+
     def tables(self, pos: Tensor, length: int) -> Any:
         """(cos, sin) for queries and for keys, the decay multiplied in, fp32 [length, rotary_dim / 2] each."""
         cos, sin = super().tables(pos, length)

@@ -19,7 +19,8 @@ Encodings = Sequence[PositionEncoding]
 def view(pe: PositionEncoding, **changes: Any) -> PositionEncoding:
     """The encoding `pe`, its very parameters and submodules included, with other values of some attributes."""
     other = copy.copy(pe)  # shallow: the dictionaries of parameters and submodules are those of `pe`
-    vars(other).update(changes)
+    for name, value in changes.items():
+        setattr(other, name, value)  # an error where it is a property: vars() would be set in vain
     return other
 
 

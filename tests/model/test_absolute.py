@@ -59,8 +59,8 @@ def test_the_learned_table_is_interpolated_as_defined(scale):
 @pytest.mark.parametrize(
     ("scale", "length", "message"),
     [
-        (1.0, 16, r"17 tokens.*16 positions.*pe\.scale"),
-        (4.0, 64, r"65 tokens.*64 positions.*pe\.scale"),
+        (1.0, 16, r"17 tokens.*16 positions.*pe\.scale=2"),
+        (4.0, 64, r"65 tokens.*64 positions.*pe\.scale=5"),
     ],
 )
 def test_a_text_beyond_the_table_is_an_error_that_names_the_remedy(scale, length, message):

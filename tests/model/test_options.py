@@ -47,7 +47,7 @@ from model.position.network import family_of
             {"near_window": 30},
             r"pe\.near_window=30 must be below 2/3 of .* unless pe\.group is given",
         ),
-        ("learned", {"train_len": 65, "original_len": 16, "scale": 4.0}, r"65 tokens.*64 positions.*raise pe\.scale"),
+        ("learned", {"train_len": 65, "original_len": 16, "scale": 4.0}, r"65 tokens.*64 positions.*pe\.scale=5"),
         ("sinusoidal", {"dim": 7}, r"model\.dim=7 must be even"),
         ("t5", {"num_buckets": 31}, r"pe\.num_buckets=31"),
         ("t5", {"max_distance": 16}, r"pe\.max_distance=16"),
