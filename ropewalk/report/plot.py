@@ -67,7 +67,6 @@ MOST = len(MARKERS)  # lines with a colour
 WIDE, NARROW = (7.8, 4.4), (4.2, 4.0)  # inches: of a page, and of a phone or a column of a paper
 SIZE = 9.5  # points of words
 DODGE = 1.2  # points from line to line, so that equal values and their intervals can be seen
-BESIDE = 5  # lines that stand beside each other so; the next one has the place of the first
 FLOOR = 0.01  # bits: an axis spans at least so much
 GREY, BEST, COLOURED, REFERENCE = 2, 3, 4, 5  # how far above the others lines are drawn
 OVER = {"itself": "gain", "reference": "lead"}  # columns
@@ -288,7 +287,7 @@ def _draw(
         if look["zorder"] == GREY:
             ax.plot(means.x, means.y, **look, markersize=4.5)
             continue
-        aside = transforms.ScaledTranslation(DODGE / 72 * (len(names) % BESIDE - BESIDE // 2), 0, ax.figure.dpi_scale_trans)
+        aside = transforms.ScaledTranslation(DODGE / 72 * (len(names) % 5 - 2), 0, ax.figure.dpi_scale_trans)
         look = look | {"transform": ax.transData + aside}
         bars = None if line == BEST_POSSIBLE else [means.y - means.low, means.high - means.y]
         ax.errorbar(means.x, means.y, bars, **look, markersize=4.5, elinewidth=1.2)
