@@ -47,14 +47,11 @@ if TYPE_CHECKING:  # slow to import: `distributed.launch` does it, after the con
     from lightning.fabric import Fabric
 
 
-def train(cfg: Config) -> float:
+def train(cfg: Config) -> None:
     """Train, evaluate and report the run that `cfg` describes, or resume it at whatever stage it was interrupted.
 
     Args:
         cfg: as `configure` returns it.
-
-    Returns:
-        The number that a sweep may minimise: see `results.objective`.
 
     Raises:
         ValueError, OSError: with the remedy. Mistakes of a user are found before the run directory is touched.
@@ -63,8 +60,7 @@ def train(cfg: Config) -> float:
     cfg, hardware = for_this_machine(cfg)
     tune(hardware.device, deterministic=cfg.trainer.deterministic)
     with distributed.launch(cfg.trainer, hardware) as fabric:
-        run = train_on(fabric, cfg, hardware)
-        return show_results(run)
+        show_results(train_on(fabric, cfg, hardware))
 
 
 def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
@@ -72,7 +68,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     run = RunDir(cfg)
     run.check()
     if run.complete and loop.is_measured(run.path, cfg):
-        print(f"{run.path} is complete and measured so; overwrite=true trains it again")
+        print(f"{run.path} is complete and measured so")
         return run
 
     # The vocabularies are compared before tokenising, which may take hours.
@@ -94,7 +90,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     net.init_weights(cfg.seed, assign)
 
     # The base model's weights must not replace those of a checkpoint.
-    resumed = distributed.on_rank_zero(lambda: run.begun and any(checkpoints.steps_in(run.checkpoints)))
+    resumed = distributed.on_rank_zero(lambda: any(checkpoints.steps_in(run.checkpoints)))
     if base and not resumed:
         missing = load_weights(net, base, partial=cfg.init_partial)
         print(f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(missing) or 'none'}")
@@ -160,7 +156,7 @@ class Training:
         Raises:
             ValueError: every checkpoint is damaged, or rows are missing.
         """
-        if not distributed.on_rank_zero(lambda: run.begun):  # a new run, or one in place of the old
+        if not distributed.on_rank_zero(lambda: run.begun):
             return Progress()
         progress = checkpoints.resume(run.checkpoints, self.net, self.optimizer)
         rows.check_rows(run, progress)
@@ -317,5 +313,5 @@ class Training:
         )
 
 
-def main(composed: DictConfig) -> float:
-    return train(configure(composed))
+def main(composed: DictConfig) -> None:
+    train(configure(composed))

@@ -5,7 +5,7 @@ _NO_CALLBACKS = "there are no callbacks: the loop is `Training.fit` in train.py,
 _ADAMW = "AdamW is the only optimizer: its keys are optim.lr, optim.weight_decay and so on"
 _TRIAL = "experiment=quick is a run of seconds"
 _FILES = "data=text data.files='FOLDER/**/*' reads your own files"
-_SLURM = "a package of its own, pip install -e '.[slurm]'"
+_JOBS = "an array of jobs of a cluster runs train.py once for each, as docs/scaling.md shows; -m trains side by side"
 _HUB = "data=hf data.path=NAME reads a dataset of the hub"
 _TIMEOUT = "`timeout --preserve-status 230m python train.py ...` stops it after a checkpoint"
 _FP16 = "there is no fp16, whose gradients would need scaling: trainer.precision=bf16-mixed"
@@ -48,9 +48,8 @@ FOREIGN = {
     "gradient_checkpointing": "trainer.checkpointing",
     "gradient_clip_val": "optim.grad_clip",
     "hidden_size": "model.dim",
-    "hydra/launcher=submitit_local": _SLURM,
-    "hydra/launcher=submitit_slurm": _SLURM,
-    "hydra/sweeper=optuna": "a package of its own, pip install -e '.[optuna]'",
+    "hydra/launcher": _JOBS,
+    "hydra/sweeper": "a loop of yours runs train.py, and ropewalk.runs() has the results; -m trains all combinations",
     "intermediate_size": "model.hidden_dim",
     "learning_rate": "optim.lr",
     "limit_train_batches": "trainer.max_steps",

@@ -207,7 +207,6 @@ class Config(Section):
     seed: int = Field(ge=0, lt=2**63)
     name: Name | None
     runs_dir: str
-    overwrite: bool
     train_len: int = Field(ge=2, le=2**24)
     stages: list[Stage]
     init_from: str | None
@@ -268,6 +267,7 @@ GONE = {
     "model.conv_at": "B",
     "model.gate": "none",
     "model.parallel": False,
+    "overwrite": ...,
     "trainer.checkpoint_parts": ...,
     "trainer.num_nodes": ...,
     "trainer.time_limit": ...,

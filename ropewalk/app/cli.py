@@ -58,8 +58,6 @@ def run(module: str) -> NoReturn:
     name = module.rpartition(".")[2]
     if not (CONF_DIR / f"{name}.yaml").is_file():
         name = TRAIN
-    # Hydra would print errors in its own way, with a traceback. This makes it raise them.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
     try:
         flags, overrides = _parse(sys.argv[1:])
@@ -111,6 +109,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for argument in overrides:
         # Hydra would silently merge several options of a group into one. Trackers are made to be merged.
         group, _, choice = argument.partition("=")
+        if group in ("hydra/launcher", "hydra/sweeper"):
+            raise ConfigError(unknown_key(group, ()))
         if choice.startswith("[") and group != "logger" and (CONF_DIR / group).is_dir():
             each = choice.strip("[]")
             raise ConfigError(f"{argument}: one option at a time; for a run of each write -m {group}={each}")
@@ -137,7 +137,7 @@ def fail(error: Exception) -> None:
 
 
 @contextmanager
-def composed(name: str, *overrides: str) -> Iterator[DictConfig]:
+def composed(name: str | None, *overrides: str) -> Iterator[DictConfig]:
     """The configuration that Hydra composes with these overrides, over the `recipe` that they call for.
 
     Within the context ${hydra:...} refers to it.
@@ -160,7 +160,7 @@ def composed(name: str, *overrides: str) -> Iterator[DictConfig]:
         HydraConfig.instance().cfg = outer_config
 
 
-def _compose(name: str, overrides: list[str]) -> DictConfig:
+def _compose(name: str | None, overrides: list[str]) -> DictConfig:
     """What Hydra composes. Raises ConfigError: names the first mistake."""
     try:
         return hydra.compose(name, overrides, return_hydra_config=True)
@@ -285,5 +285,5 @@ def quoted(text: str) -> str:
 def _of_yaml(name: str, *_search_path: str) -> dict[str, Any]:
     """The options in pe/`name`.yaml; the search path makes the cache tell folders apart."""
     # Not as the primary configuration, which Hydra does not look for in a user's folders.
-    with composed("program", f"+pe={quoted(name)}") as config:
+    with composed(None, f"+pe={quoted(name)}") as config:
         return plain(config)["pe"]

@@ -1,14 +1,13 @@
 """What a run says when it is complete."""
 
 from ropewalk.app.run_dir import RunDir, read_training
-from ropewalk.evaluation import results
 from ropewalk.report import page
 from ropewalk.training.distributed import rank_zero_only
 
 
 @rank_zero_only
-def show_results(run: RunDir) -> float:
-    """Print the results of a complete run, and write its page. Returns the number that a sweep may minimise."""
+def show_results(run: RunDir) -> None:
+    """Print the results of a complete run, and write its page."""
     page.show(run.path, run.cfg)
     record = read_training(run.path)
     validation = record["validation"]
@@ -21,4 +20,3 @@ def show_results(run: RunDir) -> float:
     speed = f"{record['seconds']:.0f} s: {record['tokens_per_s']:,.0f} tokens/s"
     print(f"trained {record['steps']} steps, {record['tokens']:,} tokens in {speed}")
     print(f"to look at: {page.write_beside(run.path)}")
-    return results.objective(results.load_all(run.path))

@@ -153,7 +153,7 @@ def _of_checkpoint(cfg: Config, path: Path, step: int, cache_dir: str) -> Config
     values = cfg.model_dump()
     values["trainer"]["max_steps"] = 0
     values["eval"]["at"] = []
-    name = {"name": f"{path.name}-step{step}", "runs_dir": str(path.parent), "overwrite": False}
+    name = {"name": f"{path.name}-step{step}", "runs_dir": str(path.parent)}
     return check(values | name | {"init_from": f"{path}@{step}", "stages": [], "data": data_options(path, cache_dir)})
 
 

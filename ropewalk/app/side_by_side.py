@@ -9,9 +9,10 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,10 +43,20 @@ def processes(cfg: Config) -> int:
     return max(1, min(cores, memory // EACH))
 
 
-def to_do(runs: Sequence[Config]) -> list[Config]:
-    """Those of the runs, each once, that are not complete, or not measured as they ask for."""
-    distinct = {str(cfg.name): cfg for cfg in runs}
-    return [cfg for cfg in distinct.values() if not (RunDir(cfg).complete and is_measured(RunDir(cfg).path, cfg))]
+def to_do(runs: Iterable[RunDir]) -> list[Config]:
+    """The configurations of those runs that are not complete, or not measured as they ask for."""
+    return [run.cfg for run in runs if not (run.complete and is_measured(run.path, run.cfg))]
+
+
+def outcome(work: Callable[..., Any], *arguments: Any) -> str:
+    """Do the work of a job: DONE, or why it failed. Raises SystemExit: it was stopped."""
+    try:
+        work(*arguments)
+    except Exception as error:
+        if not isinstance(error, ERRORS):  # a defect, not a mistake of the user
+            traceback.print_exception(error)
+        return f"failed: {explain(error)}"
+    return DONE
 
 
 def train_all(runs: Sequence[Config]) -> list[str]:
@@ -60,10 +71,10 @@ def train_all(runs: Sequence[Config]) -> list[str]:
     Raises:
         SystemExit: stopped by a signal, with checkpoints; the same call resumes.
     """
-    waiting = to_do(runs)
+    distinct = {run.path: run for run in map(RunDir, runs)}
+    waiting = to_do(distinct.values())
     at_once = min(processes(runs[0]), len(waiting) or 1)
     said = f"; what they print is in {Path(runs[0].runs_dir, '.sweep')}" if waiting else ""
-    distinct = {cfg.name for cfg in runs}
     print(f"{len(waiting)} of {len(distinct)} runs to train or measure, {at_once} at once{said}", flush=True)
     failed = []
     started = time.monotonic()
@@ -77,14 +88,13 @@ def train_all(runs: Sequence[Config]) -> list[str]:
     threads = ThreadPoolExecutor(at_once)
     handler = signal.signal(signal.SIGTERM, _stop_all)
     try:
-        names = {threads.submit(_outcome, pool, cfg): str(cfg.name) for cfg in waiting}
+        names = {threads.submit(outcome, _train_in, pool, cfg): str(cfg.name) for cfg in waiting}
         for done, run in enumerate(as_completed(names), 1):
-            outcome = run.result()
-            if outcome != DONE:
+            if run.result() != DONE:
                 failed.append(names[run])
             left = len(waiting) - done
             minutes = left * (time.monotonic() - started) / done / 60
-            print(f"{names[run]}: {outcome}; {left} left, about {minutes:.0f} min", flush=True)
+            print(f"{names[run]}: {run.result()}; {left} left, about {minutes:.0f} min", flush=True)
     finally:
         threads.shutdown(cancel_futures=True)
         pool.shutdown()
@@ -92,15 +102,8 @@ def train_all(runs: Sequence[Config]) -> list[str]:
     return failed
 
 
-def _outcome(pool: ProcessPoolExecutor, cfg: Config) -> str:
-    """Train a run in a process of the pool: DONE, or why it failed. Raises SystemExit: it was stopped."""
-    try:
-        pool.submit(_train, cfg).result()
-    except Exception as error:
-        if not isinstance(error, ERRORS):  # a defect, not a mistake of the user
-            traceback.print_exception(error)
-        return f"failed: {explain(error)}"
-    return DONE
+def _train_in(pool: ProcessPoolExecutor, cfg: Config) -> None:
+    pool.submit(_train, cfg).result()
 
 
 def _stop_all(*_: object) -> None:

@@ -30,7 +30,7 @@ CASES = [
     ("logger.project=x", "logger=wandb"),
     ("data=code data.files=x", "data=text"),
     ("pe=rope pe.scale=4", "pe=dynamic_ntk"),
-    ("-m pe=yarn,ntk pe.scale=4", "++pe.scale"),
+    ("-m pe=yarn,rope hydra/launcher=submitit_slurm", "docs/scaling.md"),
     ("model.dim=128 model.n_head=3", "model.n_head=2"),
     # huge and infinite numbers
     ("eval.lengths=[1e30]", "eval.lengths"),
@@ -130,7 +130,7 @@ def test_a_mistake_harms_no_run(train):
     train("pe=rope", "trainer.max_steps=1", "eval.variants=[]")
     before = snapshot(train.runs)
     for mistake in ("pe.bse=1", "eval.lengths=[1000]", "data.files=/nowhere/*"):
-        train("pe=rope", "overwrite=true", mistake, code=2)
+        train("pe=rope", mistake, code=2)
     assert snapshot(train.runs) == before
 
 
