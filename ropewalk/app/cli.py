@@ -72,7 +72,8 @@ def run(module: str) -> NoReturn:
                 if flags.help:
                     print(help_text(sys.modules["__main__"].__doc__ or "", config))
                 elif flags.cfg:
-                    print(_as_it_runs(config), end="")
+                    complete = import_module("ropewalk.app.init_from").merged if name == TRAIN else dict
+                    print(yaml.safe_dump(complete(plain(config)), sort_keys=False), end="")
                 else:
                     import_module(module).main(config)
         sys.stdout.flush()
@@ -82,16 +83,6 @@ def run(module: str) -> NoReturn:
         fail(error)
         raise
     raise SystemExit(0)
-
-
-def _as_it_runs(config: DictConfig) -> str:
-    """The configuration that a program would run with, as YAML."""
-    values = plain(config)
-    if "init_from" in values:
-        from ropewalk.app.init_from import merged
-
-        values = merged(values)
-    return yaml.safe_dump(values, sort_keys=False)
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -140,32 +131,24 @@ def fail(error: Exception) -> None:
 def composed(name: str | None, *overrides: str) -> Iterator[DictConfig]:
     """The configuration that Hydra composes with these overrides, over the `recipe` that they call for.
 
-    Within the context ${hydra:...} refers to it.
+    Within the context ${hydra:...} refers to it. Raises ConfigError: names the first mistake.
     """
     arguments = [*_search_path(), *overrides]
     outer_hydra, outer_config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            config = _compose(name, arguments)
+            config = hydra.compose(name, arguments, return_hydra_config=True)
             experiment = recipe(config)
             if experiment:
-                config = _compose(name, [f"experiment={experiment}", *arguments])
+                config = hydra.compose(name, [f"experiment={experiment}", *arguments], return_hydra_config=True)
             HydraConfig.instance().set_config(config)
             yield config
-    finally:
-        GlobalHydra.instance().clear()
-        if outer_hydra:
-            GlobalHydra.instance().initialize(outer_hydra)
-        HydraConfig.instance().cfg = outer_config
-
-
-def _compose(name: str | None, overrides: list[str]) -> DictConfig:
-    """What Hydra composes. Raises ConfigError: names the first mistake."""
-    try:
-        return hydra.compose(name, overrides, return_hydra_config=True)
     except HydraException as error:
         raise ConfigError(explain(error)) from None
+    finally:
+        GlobalHydra.instance().hydra = outer_hydra
+        HydraConfig.instance().cfg = outer_config
 
 
 def recipe(config: DictConfig) -> str:
@@ -204,16 +187,15 @@ def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, 
     section = HydraConfig.get()
     store = ConfigStore.instance().store
     program = OmegaConf.load(CONF_DIR / f"{section.job.config_name}.yaml")
-    defaults: list[Any] = list(program.defaults)
+    defaults = program.defaults
     for group, values in groups.items():
         store(_BASE, literal(dict(values)), group=group)
-        for i, entry in enumerate(defaults):
-            if isinstance(entry, DictConfig) and group in entry:
-                defaults[i] = {group: _BASE}
+        for entry in defaults:
+            if group in entry:
+                entry[group] = _BASE
     store(_BASE, literal(dict(under)), group=_BASE, package="_global_")
     # After the program's own defaults, but before an experiment, which is the last of them.
-    place = len(defaults) - ({"experiment": None} in defaults)
-    program.defaults = [*defaults[:place], {_BASE: _BASE}, *defaults[place:]]
+    defaults.insert(len(defaults) - ({"experiment": None} in defaults), {_BASE: _BASE})
     store(f"over_{_BASE}", program)
     with composed(f"over_{_BASE}", *section.overrides.task) as config:
         return plain(config)

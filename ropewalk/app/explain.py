@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from conf.foreign import answer
-from conf.schema import Config, Optim, flatten, nearest, unknown_key
+from conf.schema import flatten, nearest, unknown_key
 from ropewalk.files import printable
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
@@ -92,16 +92,8 @@ def _unknown_key(key: str, siblings: Iterable[str]) -> str:
     message = unknown_key(key, siblings)
     if "; there is: " not in message:  # a similar or a foreign name was found
         return message
-    section, _, word = key.rpartition(".")
-    group = section.partition(".")[0]
-    choice = group if group == section else f"{section}.pe"  # of a part of a pattern
+    word = key.rpartition(".")[2]
     files = [(path.parent.name, path.stem) for path in sorted(CONF_DIR.glob("*/*.yaml"))]
-    having = [file for file in files if word in described([CONF_DIR], *file)]
-    options = [f"{choice}={name}" for folder, name in having if folder == group]
-    if options:
-        remedy = f"where {choice} is swept, or is a pattern, write ++{key}..."
-        return f"{message}. These have it: {', '.join(options)}; {remedy}"
-    # The word may be right and the section wrong, as in trainer.lr.
-    places = [prefix + word for prefix, of in (("", Config), ("optim.", Optim)) if word in of.model_fields]
-    places += [f"{folder}.{word}" for folder, _ in having]
-    return f"{key}: there is no such key; did you mean {places[0]}?" if places else message
+    having = [f"{group}={name}" for group, name in files if word in described([CONF_DIR], group, name)]
+    remedy = f"; a pattern takes ++{key}=..." if key.startswith("pe.") else ""
+    return f"{message}. These have it: {', '.join(having)}{remedy}" if having else message

@@ -26,7 +26,7 @@ CASES = [
     ("--batch_size 32", "'batch_size' is not KEY=VALUE"),
     ("seed=0,1", "--multirun"),
     ("-m seed=0,1 --cfg=job", "'seed=0,1'"),
-    ("wandb=true", "logger.wandb"),
+    ("wandb=true", "logger=wandb"),
     ("logger.project=x", "logger=wandb"),
     ("data=code data.files=x", "data=text"),
     ("pe=rope pe.scale=4", "pe=dynamic_ntk"),
@@ -45,7 +45,7 @@ CASES = [
     # patterns and variants
     ("pe=hybrid pe.local.base=5", "++pe.local.base"),
     ("pe=hybrid pe.pattern=[local,globl]", "local, global"),
-    ("pe=hybrid pe.local.scale=4", "pe.local.pe=dynamic_ntk"),
+    ("pe=hybrid pe.local.scale=4", "pe=dynamic_ntk"),
     ("pe=hybrid +pe.local.bse=5", "base"),
     ("pe=hybrid pe.local.window=wide", "pe.local.window='wide'"),
     ("eval.variants=[alibi]", "alibi"),
