@@ -6,6 +6,7 @@ notebook or a Hydra program of theirs: each composition puts them back.
 
 import argparse
 import functools
+import json
 import os
 import re
 import sys
@@ -246,14 +247,8 @@ def literal(value: Any) -> Any:
     It would compute ${...}. In the files of somebody else's run ${oc.env:NAME} stands for a variable of the user's
     environment, which would then be in files that the user sends on.
     """
-    if isinstance(value, str):
-        # A backslash before ${ escapes it, and one before that stands for itself.
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, Mapping):
-        return {key: literal(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [literal(item) for item in value]
-    return value
+    # A backslash before ${ escapes it, and one before that stands for itself. In JSON each of them is two.
+    return json.loads(re.sub(r"(\\*)\$\{", r"\1\1\\\\${", json.dumps(value)))
 
 
 def quoted(text: str) -> str:

@@ -11,12 +11,9 @@ def show_results(run: RunDir) -> None:
     page.show(run.path, run.cfg)
     record = read_training(run.path)
     validation = record["validation"]
-    losses = f"validation loss {validation['loss']:.4f} nats per token"
-    if validation["bits_per_byte"] is not None:
-        losses += f", {validation['bits_per_byte']:.3f} bits per byte"
-    if validation["error"] is not None:
-        losses += f", {validation['error']:.2f} % wrong"
-    print(f"{losses}, on {validation['tokens']:,} tokens in windows of {validation['length']}")
+    losses = {"nats per token": "loss", "bits per byte": "bits_per_byte", "% wrong": "error"}
+    said = [f"{validation[key]:.4f} {unit}" for unit, key in losses.items() if validation[key] is not None]
+    print(f"validation loss {', '.join(said)}, on {validation['tokens']:,} tokens in windows of {validation['length']}")
     speed = f"{record['seconds']:.0f} s: {record['tokens_per_s']:,.0f} tokens/s"
     print(f"trained {record['steps']} steps, {record['tokens']:,} tokens in {speed}")
     print(f"to look at: {page.write_beside(run.path)}")

@@ -120,32 +120,21 @@ def opened(run: str | Path, cache_dir: str = "prepared", step: int | None = None
     if source.startswith("hf:"):
         base = base_model(source)
         options = [f"init_from={quoted(source)}", f"train_len={base['train_len']}", "trainer.max_steps=0"]
-        directory = RunDir(resolve(train_values(*options, f"data.cache_dir={quoted(cache_dir)}")))
-        made_of = hf.read_model(source).identity()
-        length = base["original_len"]
-        fill: Callable[[GPT], Any] = partial(load_weights, base=base, partial=False)
-    else:
-        path = find(source)
-        steps = checkpoints.steps_in(path / "checkpoints")
-        if step is None and ((path / "training.json").is_file() or not steps):
-            return path
-        step = step or steps[-1]
-        if step not in steps:
-            raise ConfigError(f"{path} has no checkpoint of step {step}: its steps are {steps}")
-        cfg = load_config(path)
-        base = base_model(cfg.init_from)
-        directory = RunDir(_of_checkpoint(cfg, path, step, cache_dir))
-        made_of = read_environment(path).run_id
-        length = original_len(cfg, base)
-        fill = partial(_load_checkpoint, path / "checkpoints", step)
-    directory.check()
-    if not (directory.path / serialization.DESCRIPTION).is_file():
-        _import_model(directory, base, fill, made_of, length)
-    # Older versions did not write it.
-    elif read_json(directory.path / "data.json").get("made_of", made_of) != made_of:
-        raise ConfigError(f"{directory.path} holds earlier weights of {source}: rename or delete it, and try again")
-    print(f"{directory.cfg.init_from} is the run {directory.path}")
-    return directory.path
+        cfg = resolve(train_values(*options, f"data.cache_dir={quoted(cache_dir)}"))
+        fill = partial(load_weights, base=base, partial=False)
+        return _run_of(cfg, base, fill, made_of=hf.read_model(source).identity(), length=base["original_len"])
+    path = find(source)
+    steps = checkpoints.steps_in(path / "checkpoints")
+    if step is None and ((path / "training.json").is_file() or not steps):
+        return path
+    step = step or steps[-1]
+    if step not in steps:
+        raise ConfigError(f"{path} has no checkpoint of step {step}: its steps are {steps}")
+    trained = load_config(path)
+    base = base_model(trained.init_from)
+    cfg = _of_checkpoint(trained, path, step, cache_dir)
+    load = partial(_load_checkpoint, path / "checkpoints", step)
+    return _run_of(cfg, base, load, made_of=read_environment(path).run_id, length=original_len(trained, base))
 
 
 def _of_checkpoint(cfg: Config, path: Path, step: int, cache_dir: str) -> Config:
@@ -161,22 +150,30 @@ def _load_checkpoint(folder: Path, step: int, net: GPT) -> None:
     checkpoints.resume(folder, net, torch.optim.AdamW(net.parameters()), only=step)
 
 
-def _import_model(directory: RunDir, base: Options, fill: Callable[[GPT], Any], made_of: str, length: int) -> None:
-    """Make a run of 0 steps of the weights that `fill` gives a network, which began with the model `base`, if any.
+def _run_of(cfg: Config, base: Options, fill: Callable[[GPT], Any], made_of: str, length: int) -> Path:
+    """Return the directory of the run of 0 steps `cfg`; make it of the weights that `fill` gives a network.
 
     Args:
-        made_of: what the weights are, to tell them from later ones under the same name.
+        base: the model that the weights began with, if any.
+        made_of: what they are, to tell them from later ones under the same name.
         length: their `original_len`.
     """
-    cfg = directory.cfg
-    data = build_data(cfg.data)
-    net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size(data, base), train_len=cfg.train_len)
-    fill(net)
-    data.prepare(progress=True)
-    identity = data.identity()
-    with directory.lock():
-        directory.create(identity | {"made_of": made_of}, data.tokenizer_files())
-        serialization.save(net, directory.path, pe=cfg.pe, tokenizer=identity, original_len=length)
+    run = RunDir(cfg)
+    run.check()
+    if not (run.path / serialization.DESCRIPTION).is_file():
+        data = build_data(cfg.data)
+        net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size(data, base), train_len=cfg.train_len)
+        fill(net)
+        data.prepare(progress=True)
+        identity = data.identity()
+        with run.lock():
+            run.create(identity | {"made_of": made_of}, data.tokenizer_files())
+            serialization.save(net, run.path, pe=cfg.pe, tokenizer=identity, original_len=length)
+    # Older versions did not write it.
+    elif read_json(run.path / "data.json").get("made_of", made_of) != made_of:
+        raise ConfigError(f"{run.path} holds earlier weights of {cfg.init_from}: rename or delete it, and try again")
+    print(f"{cfg.init_from} is the run {run.path}")
+    return run.path
 
 
 def vocab_size(data: Data, base: Options) -> int:

@@ -84,7 +84,18 @@ class RunDir:
         if not self.begun:
             raise ConfigError(f"{self.path} exists and is not a run: choose another name=...")
         refuse_links(self.path)
-        differences = self._differences()
+        old = flatten(read_config(self.path))
+        new = flatten(self.cfg.model_dump())
+        # A run may end later, or earlier, but not before what it has trained.
+        if new["trainer.max_steps"] >= max(steps_in(self.checkpoints), default=1):
+            new["trainer.max_steps"] = old["trainer.max_steps"]
+        differences = []
+        for key in differing(old, new):
+            # The file has what a machine made of "auto".
+            is_open = key.startswith("trainer.") and new.get(key) == "auto"
+            if not is_open and not key.startswith(FREE):
+                recorded = f"{old.get(key)!r} in {self.path / 'config.yaml'}"
+                differences.append(f"  {key}: {recorded}, {new.get(key)!r} on this command line")
         if differences:
             remedy = "choose another name=..., or delete that run"
             raise ConfigError("\n".join([f"{self.path} holds a run with another configuration:", *differences, remedy]))
@@ -95,22 +106,6 @@ class RunDir:
         with lock(self.path) if is_rank_zero() else contextlib.nullcontext():
             self.check()  # another process may have changed the run since the first check
             yield
-
-    def _differences(self) -> list[str]:
-        """Return a line for each key that keeps the run on the disk from being resumed."""
-        old = flatten(read_config(self.path))
-        new = flatten(self.cfg.model_dump())
-        # A run may end later, or earlier, but not before what it has trained.
-        if new["trainer.max_steps"] >= max(steps_in(self.checkpoints), default=1):
-            new["trainer.max_steps"] = old["trainer.max_steps"]
-        lines = []
-        for key in differing(old, new):
-            # The file has what a machine made of "auto".
-            is_open = key.startswith("trainer.") and new.get(key) == "auto"
-            if not is_open and not key.startswith(FREE):
-                recorded = f"{old.get(key)!r} in {self.path / 'config.yaml'}"
-                lines.append(f"  {key}: {recorded}, {new.get(key)!r} on this command line")
-        return lines
 
     @property
     def begun(self) -> bool:
