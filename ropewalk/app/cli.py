@@ -234,10 +234,10 @@ def encoding(spec: str | Mapping[str, Any], where: str = "pe") -> dict[str, Any]
         for key in options.keys() - defaults.keys():
             raise ConfigError(f"{where}={name}: {unknown_key(str(key), defaults)}")
         options = defaults | options
-    if "pattern" in options:
-        for key, value in options.items():
-            if isinstance(value, Mapping):
-                options[key] = encoding(value, f"{where}.{key}.pe")
+    # The parts of a pattern.
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            options[key] = encoding(value, f"{where}.{key}.pe")
     return options
 
 
