@@ -23,7 +23,7 @@ from model.position.layer import init_parameters, make_context
 from model.position.network import at_scale, view
 from ropewalk.app import cli
 from ropewalk.app.run_dir import RunDir, read_metrics
-from ropewalk.app.side_by_side import DONE, outcome, to_do
+from ropewalk.app.sweep import DONE, outcome, to_do
 from ropewalk.report import page
 
 os.environ["OMP_NUM_THREADS"] = "1"  # in each process, also of those that tests start: the order of sums depends on it
@@ -253,7 +253,7 @@ def write_knots(folder: Path) -> Path:
 
 
 def train_here(runs) -> list[str]:
-    """As `side_by_side.train_all`, but in this process, which has imported what a run needs."""
+    """As `train_all`, but in this process, which has imported what a run needs."""
     from train import train
 
     failed = []
