@@ -119,8 +119,8 @@ def opened(run: str | Path, cache_dir: str = "prepared", step: int | None = None
     source = str(run)
     if source.startswith("hf:"):
         base = base_model(source)
-        options = [f"init_from={quoted(source)}", f"train_len={base['train_len']}", "trainer.max_steps=0"]
-        cfg = resolve(train_values(*options, f"data.cache_dir={quoted(cache_dir)}"))
+        places = f"init_from={quoted(source)}", f"data.cache_dir={quoted(cache_dir)}"
+        cfg = resolve(train_values(*places, "trainer.max_steps=0"))
         fill = partial(load_weights, base=base, partial=False)
         return _run_of(cfg, base, fill, made_of=hf.read_model(source).identity(), length=base["original_len"])
     path = find(source)

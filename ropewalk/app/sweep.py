@@ -24,8 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from conf.schema import Config, ConfigError
-from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, plain
-from ropewalk.app.explain import explain
+from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, explain, plain
 from ropewalk.app.init_from import merged, train_values
 from ropewalk.app.resolve import for_this_machine, resolve
 from ropewalk.app.run_dir import RunDir
@@ -109,7 +108,16 @@ def plan(overrides: Sequence[str]) -> list[RunDir]:
         ConfigError: a job is mistaken.
     """
     jobs = _jobs(TRAIN, overrides)
-    configs = [_checked(*job) for job in jobs]
+    configs = []
+    for options, varying in jobs:
+        try:
+            configs.append(resolve(train_values(*options)))
+        except ERRORS as error:
+            raise ConfigError(f"{' '.join(varying)}: {explain(error)}".removeprefix(": ")) from None
+    # Fabric starts further processes by the command line, which here is that of the sweep: each would run all jobs.
+    of_several = [cfg for cfg in configs if cfg.trainer.devices != 1 or cfg.trainer.strategy == "fsdp"]
+    if of_several or started_by().world_size > 1:
+        raise ConfigError("trainer.devices: a job of a sweep is one process: leave out -m, or trainer=ddp or fsdp")
     runs = [RunDir(cfg) for cfg in configs]
     if len({run.path for run in runs}) < len(runs):
         runs = [RunDir(_with_name(cfg, varying)) for cfg, (_, varying) in zip(configs, jobs, strict=True)]
@@ -137,19 +145,6 @@ def _jobs(name: str, overrides: Sequence[str]) -> list[Job]:
     varying = {option for options in choices.values() if len(options) > 1 for option in options}
     jobs = itertools.product(*choices.values())
     return [(job, [option for option in job if option in varying]) for job in jobs]
-
-
-def _checked(overrides: Sequence[str], varying: Sequence[str]) -> Config:
-    """The configuration of a job. Raises ConfigError: it is mistaken, or needs several processes."""
-    try:
-        cfg = resolve(train_values(*overrides))
-    except ERRORS as error:
-        raise ConfigError(f"{' '.join(varying)}: {explain(error)}".removeprefix(": ")) from None
-    # Fabric starts further processes by the command line, which here is that of the sweep: each would run all jobs.
-    t = cfg.trainer
-    if started_by().world_size > 1 or t.devices != 1 or t.strategy == "fsdp":
-        raise ConfigError(f"trainer.devices={t.devices}: a job of a sweep is one process: leave out -m")
-    return cfg
 
 
 def _with_name(cfg: Config, varying: Sequence[str]) -> Config:
