@@ -23,7 +23,7 @@ from model.position.layer import init_parameters, make_context
 from model.position.network import at_scale, view
 from ropewalk.app import cli
 from ropewalk.app.run_dir import RunDir, read_metrics
-from ropewalk.app.sweep import DONE, outcome, to_do
+from ropewalk.app.sweep import outcome, to_do
 from ropewalk.report import page
 
 os.environ["OMP_NUM_THREADS"] = "1"  # in each process, also of those that tests start: the order of sums depends on it
@@ -260,7 +260,7 @@ def train_here(runs) -> list[str]:
     for cfg in to_do(map(RunDir, runs)):
         said = outcome(train, cfg)
         print(f"{cfg.name}: {said}")
-        failed += [cfg.name] * (said != DONE)
+        failed += [cfg.name] * bool(said)
     return failed
 
 

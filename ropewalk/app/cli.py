@@ -36,8 +36,7 @@ from ropewalk.files import printable
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 # Mistakes that a user can correct. They are reported without a traceback.
 ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowError, RecursionError
-TRAIN = "config"  # the configuration of train.py, to which an experiment and a model to start from belong
-_TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
+TRAIN = "train"  # the configuration of train.py, to which an experiment and a model to start from belong
 _BASE = "base_model"
 
 Task = Callable[[DictConfig], Any]
@@ -56,14 +55,12 @@ def run(module: str) -> NoReturn:
     """Run the program in `module`, which is imported once the command line of this process has proved right.
 
     Its `main` gets the configuration that Hydra composes, of the file in conf/ that has the module's last word for a
-    name, or else of config.yaml.
+    name.
 
     A user's mistake ends the program with one message and exit code 2, without a traceback, and Ctrl-C with 130. It
     ends silently if nobody reads its output, as after `| head`.
     """
     name = module.rpartition(".")[2]
-    if not (CONF_DIR / f"{name}.yaml").is_file():
-        name = TRAIN
     sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
     try:
         flags, overrides = _parse(sys.argv[1:])
@@ -123,7 +120,7 @@ def fail(error: Exception) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1)
     no_memory = isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error))
-    if os.environ.get(_TRACEBACK) == "1" or not (no_memory or isinstance(error, ERRORS)):
+    if os.environ.get("ROPEWALK_TRACEBACK") == "1" or not (no_memory or isinstance(error, ERRORS)):
         return
     message = explain(error) or type(error).__name__
     if no_memory:

@@ -14,6 +14,7 @@ def show_results(run: RunDir) -> None:
     losses = {"nats per token": "loss", "bits per byte": "bits_per_byte", "% wrong": "error"}
     said = [f"{validation[key]:.4f} {unit}" for unit, key in losses.items() if validation[key] is not None]
     print(f"validation loss {', '.join(said)}, on {validation['tokens']:,} tokens in windows of {validation['length']}")
-    speed = f"{record['seconds']:.0f} s: {record['tokens_per_s']:,.0f} tokens/s"
-    print(f"trained {record['steps']} steps, {record['tokens']:,} tokens in {speed}")
+    print(
+        "trained {steps} steps, {tokens:,} tokens in {seconds:.0f} s: {tokens_per_s:,.0f} tokens/s".format_map(record)
+    )
     print(f"to look at: {page.write_beside(run.path)}")

@@ -13,7 +13,7 @@ from data.text import TextData
 from model import serialization
 from model.gpt import GPT
 from ropewalk import hf
-from ropewalk.app.cli import composed, encoding, plain, quoted, recompose
+from ropewalk.app.cli import TRAIN, composed, encoding, plain, quoted, recompose
 from ropewalk.app.resolve import (
     Options,
     base_model,
@@ -31,12 +31,10 @@ from ropewalk.files import read_json
 from ropewalk.training import checkpoints
 from ropewalk.training.ranks import assign
 
-_OF_TRAINING = ("dropout", "init_std")  # of the architecture: another value fits the same weights
-
 
 def train_values(*overrides: str) -> dict[str, Any]:
     """The values of train.py's command line with these overrides, not yet checked."""
-    with composed("config", *overrides) as config:
+    with composed(TRAIN, *overrides) as config:
         return merged(plain(config))
 
 
@@ -76,7 +74,7 @@ def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
     """Raise ConfigError unless the weights of the model `base` fit the network that `values` describe."""
     for key, value in values["model"].items():
         theirs = base["model"].get(key)
-        if value != theirs and key not in _OF_TRAINING:
+        if value != theirs and key not in ("dropout", "init_std"):  # another value of these fits the same weights
             remedy = "leave it out, or take what fits with init_partial=true"
             raise ConfigError(f"model.{key}={value} contradicts {source}, which has {theirs}: {remedy}")
     readable(base, values["pe"], remedy="init_partial=true starts from them all the same", dropping=True)

@@ -33,9 +33,6 @@ from ropewalk.training.distributed import die_with_parent, started_by
 from ropewalk.training.hardware import reset_peak_memory
 from ropewalk.training.stop import INTERRUPTED, STOPPED
 
-DONE = "done"
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-EACH = 2 * 2**30  # bytes of memory for a process: more than a small network takes
 Job = tuple[Sequence[str], Sequence[str]]  # the overrides of a job, and those of them that vary
 
 
@@ -92,7 +89,7 @@ def _sweep_program(name: str, task: Task, overrides: Sequence[str]) -> list[str]
         reset_peak_memory()
         with composed(name, *options) as config:
             said = outcome(task, config)
-        if said != DONE:
+        if said:
             label = " ".join(varying) or name
             print(f"{label}: {said}", file=sys.stderr, flush=True)
             failed.append(label)
@@ -165,9 +162,9 @@ def processes(cfg: Config) -> int:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-        memory = min(memory, int(CONTAINER_LIMIT.read_text()))
-    return max(1, min(cores, memory // EACH))
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit of this container
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return max(1, min(cores, memory // 2**31))  # 2 GiB for a process: more than a small network takes
 
 
 def to_do(runs: Iterable[RunDir]) -> list[Config]:
@@ -176,14 +173,14 @@ def to_do(runs: Iterable[RunDir]) -> list[Config]:
 
 
 def outcome(work: Callable[..., Any], *arguments: Any) -> str:
-    """Do the work of a job: DONE, or why it failed. Raises SystemExit: it was stopped."""
+    """Do the work of a job. Returns why it failed, or "". Raises SystemExit: it was stopped."""
     try:
         work(*arguments)
     except Exception as error:
         if not isinstance(error, ERRORS):  # a defect, not a mistake of the user
             traceback.print_exception(error)
         return f"failed: {explain(error)}"
-    return DONE
+    return ""
 
 
 def train_all(runs: Sequence[Config]) -> list[str]:
@@ -217,11 +214,11 @@ def train_all(runs: Sequence[Config]) -> list[str]:
     try:
         names = {threads.submit(outcome, _train_in, pool, cfg): str(cfg.name) for cfg in waiting}
         for done, run in enumerate(as_completed(names), 1):
-            if run.result() != DONE:
+            if run.result():
                 failed.append(names[run])
             left = len(waiting) - done
             minutes = left * (time.monotonic() - started) / done / 60
-            print(f"{names[run]}: {run.result()}; {left} left, about {minutes:.0f} min", flush=True)
+            print(f"{names[run]}: {run.result() or 'done'}; {left} left, about {minutes:.0f} min", flush=True)
     finally:
         threads.shutdown(cancel_futures=True)
         pool.shutdown()
