@@ -32,6 +32,7 @@ def check(wanted: Options) -> bool:
     options = begun(wanted)
     if wanted.device == "auto" and options.device == "cpu":
         raise ConfigError("PyTorch finds no GPU here, so no kernel can run: device=cpu tries them in the interpreter")
+
     names = [str(name) for name in options.encodings or encoding_names()]
     problems = exactness(options, [name for name in KINDS if name in names], stop)
     if problems:
@@ -39,19 +40,29 @@ def check(wanted: Options) -> bool:
     problems |= exactness(options, [name for name in names if name not in KINDS], stop)
     rows = [{"encoding": name, "problem": said or "none"} for name, said in problems.items()]
     print(*markdown(rows), sep="\n", flush=True)
+
     # Training comes last: a compiler takes half a minute for each encoding.
     for mode, batch in (("attention", options.batch), ("attention", 1), ("training", options.trainer["batch_size"])):
         table = in_time(stop, partial(outcome_of, bench(options, mode, batch)))
         print(f"\n## {mode}, batch {batch}\n\n{table}", flush=True)
         if "| " not in table:
             problems[f"speed of {mode}"] = table
+
     wrong = "; ".join(f"{name}: {said}" for name, said in problems.items() if said)
     print(f"\n**Not exact, or not checked**: {wrong}" if wrong else f"\nAll {len(rows)} checks are exact.")
     return bool(wrong)
 
 
 def exactness(options: Options, names: list[str], stop: float) -> dict[str, str]:
-    """The problem of each encoding and each width of heads, "" if there is none, in time for what comes after it."""
+    """Compare encodings on the device with themselves in float64, each with heads of several widths.
+
+    Args:
+        names: of the encodings.
+        stop: when all that `check` does must have ended, by the clock of `monotonic`; these comparisons end earlier.
+
+    Returns:
+        By encoding and width what is wrong, "" if nothing is.
+    """
     stop -= 60 * (1 - EXACTNESS) * options.minutes
     # Made before the threads: Hydra composes one configuration at a time.
     cases = {}
@@ -74,7 +85,10 @@ def in_time(stop: float, function: Callable[[float], str]) -> str:
 
 
 def bench(options: Options, mode: str, batch: int) -> list[str]:
-    """The command of a table of `scripts/bench.py`, which ends early with the rows that it had in its time."""
+    """The command of `scripts/bench.py` that prints a table, row by row, of the options of a check.
+
+    It is a process of its own, so that one that hangs or fails ends with the rows that it has printed.
+    """
     chosen = options.model_dump(include={"device", "train_len", "steps", "rounds", "dtype", "lengths", "kernels"})
     chosen |= {"mode": mode, "batch": batch, "encodings": options.encodings or KINDS}
     chosen |= {f"model.{key}": value for key, value in options.model.items()}

@@ -27,13 +27,16 @@ class Arguments(Section, extra="ignore"):  # the other keys are those of train.p
 def judged(args: Arguments) -> int:
     """Train what is missing of both sides, write and print the verdict; return the exit code."""
     mine, against = configurations(args)
+
     seeds = [mine.seed + i for i in range(args.seeds)]
     sides = [[trials.run_of(cfg, seed=seed) for seed in seeds] for cfg in (mine, against)]
     path, number = begin(Path(args.runs_dir), *sides)
+
     losses = trials.measured(sides)
     samples = map(judge.read, losses)
     findings = judge.judge(*samples, train_len=mine.train_len, longest=max(mine.lengths), number=number)
     deciding, *_ = findings
+
     unit = losses[0][0][mine.train_len]["unit"]
     verdict = {
         "sentence": f"{mine.pe['name']} against {against.pe['name']}: {judge.sentence(findings)}; {unit}; "
@@ -54,7 +57,7 @@ def judged(args: Arguments) -> int:
 
 
 def configurations(args: Arguments) -> tuple[Config, Config]:
-    """Return the configurations of both sides.
+    """Return the configurations of both sides: those that train.py would make of the command line.
 
     Raises ConfigError: one is mistaken, both are the same, or the data are a task.
     """
@@ -63,10 +66,12 @@ def configurations(args: Arguments) -> tuple[Config, Config]:
     if not asked.keys() & {"data", "experiment", "init_from"}:
         asked["data"] = "data=markov"
     asked["runs_dir"] = f"runs_dir={quoted(args.runs_dir)}"
+
     chosen = {"pe": board.load(Path(args.entry)).pe} if args.entry else {}
     mine = trials.configuration(*asked.values(), **chosen)
     # The options on the command line are those of `pe`; `against` has its own.
     against = trials.configuration(*asked.values(), pe=encoding(args.against, "against"))
+
     if mine.pe == against.pe:
         raise ConfigError(f"pe={mine.pe['name']} and against are the same: choose the encoding to judge with pe=NAME")
     task = build_data(mine.data).task

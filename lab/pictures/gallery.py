@@ -97,7 +97,7 @@ def drawn_run(run: str, args: Arguments) -> dict[str, Draw]:
     # A picture at the training length and one at all of the text.
     drawn: dict[str, Draw] = {}
     for length in sorted({min(model.net.train_len, len(ids)), len(ids)}):
-        layers = pictures.attention_of(model.net, ids[:length])
+        ranges, shares = pictures.attention_of(model.net, ids[:length])
         title = f"{Path(run).name}, {length:,} tokens"
-        drawn[f"attention-{length}"] = partial(pictures.draw_attention, title, layers)
+        drawn[f"attention-{length}"] = partial(pictures.draw_attention, title, ranges, shares)
     return drawn

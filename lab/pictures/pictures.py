@@ -113,6 +113,7 @@ def scores(pe: PositionEncoding, distances: Tensor) -> Tensor:
     dim = pe.n_head * pe.head_dim
     x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0))
     x[..., 0] = 1.0
+
     channel = _channel(pe)
     q = torch.full((1, pe.n_head, 1, pe.head_dim), channel)
     k = torch.full((1, pe.n_kv_head, length, pe.head_dim), channel)
@@ -152,11 +153,12 @@ def new_angles(seen: Tensor, met: Tensor) -> int:
 def draw_turns(name: str, pe: Rotary, length: int, ax: Axes) -> None:
     """Draw the turns by pair in training and in the longer text, before and after scaling."""
     dressed(ax)
+    ax.set_yscale("log")
     seen = turns(pe, pe.train_len, scaled=False)
     plain = turns(pe, length, scaled=False)
     scaled = turns(pe, length, scaled=True)
     pairs = range(len(seen))
-    ax.set_yscale("log")
+
     ax.plot(pairs, plain, "o", markersize=4.5, markerfacecolor="none", color=LIGHT.muted)
     ax.plot(pairs, seen, "o", markersize=4.5, color=LIGHT.grey)
     note = f"grey: in {pe.train_len:,} tokens, rings: in {length:,}"
@@ -165,6 +167,7 @@ def draw_turns(name: str, pe: Rotary, length: int, ax: Axes) -> None:
         ax.plot(pairs, scaled, "o", markersize=3.5, color=LIGHT.lines[0])
         note += ", blue: here"
         new += f" as RoPE, {new_angles(seen, scaled)} here"
+
     lowest = float(seen.min()) / 2
     ax.set_ylim(lowest, float(plain.max()) * 2)
     ax.yaxis.set_minor_locator(NullLocator())
@@ -178,17 +181,26 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], shape:
     """Draw the scores by distance: a line for each head, or for each part of a pattern; RoPE in grey.
 
     Heads that are equal are one line, and RoPE is added to other rotations.
+
+    Args:
+        name: of the encoding, or of the pattern.
+        parts: what `built` returned for it.
+        shape: sizes of the layer that they are built for.
+        length: tokens; the longest distance is one less.
     """
     dressed(ax)
+
     # Every distance where scores change fast, and about 128 of the others.
     near = torch.arange(min(64, length))
     far = torch.arange(len(near), length, max(1, length // 128))
     distances = torch.cat((near, far))
-    colours = iter(LIGHT.lines)
-    names = []
+
     first = parts[0][1]
     if isinstance(first, Rotary) and name != "rope":
         parts = [(BASE, Rotary(shape, layout=first.layout)), *parts]
+
+    colours = iter(LIGHT.lines)
+    names = []
     for label, pe in parts:
         by_head = scores(pe, distances)
         others = [head for head in range(1, pe.n_head) if not torch.allclose(by_head[0], by_head[head], atol=1e-3)]
@@ -198,11 +210,13 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], shape:
                 head_label = name
             elif isinstance(pe, CoPE | StickBreaking):
                 head_label = f"q·k = {LEVELS[head % 4]:g}"
+
             colour = LIGHT.grey if label == BASE else next(colours)
             # What is lower weighs nothing, and leaves the axis.
             y = by_head[head].clamp(min=1.1 * LOWEST)
             ax.plot(distances, y, color=colour, linewidth=1.2 if label == BASE else 1.6)
             names.append((label or head_label, max(float(y[-1]), LOWEST), length - 1, colour))
+
     ax.axvline(shape.train_len, color=LIGHT.muted, linewidth=0.8, linestyle=(0, (1, 2)))
     ax.set_ylim(LOWEST, 0.3)
     ax.set_xlim(0, length)
@@ -211,8 +225,8 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], shape:
     name_ends(ax, names)
 
 
-def attention_of(net: GPT, ids: Tensor) -> list[tuple[list[str], Tensor]]:
-    """Return what each layer attends to `by_distance` in a text `ids` int64 [T]: at most 64 queries of its second half.
+def attention_of(net: GPT, ids: Tensor) -> tuple[list[str], Tensor]:
+    """Return what the layers attend to in a text `ids` int64 [T], `by_distance`: at most 64 queries of its second half.
 
     Raises ValueError: the weights of an encoding cannot be told, see `attended`.
     """
@@ -220,31 +234,30 @@ def attention_of(net: GPT, ids: Tensor) -> list[tuple[list[str], Tensor]]:
     half = tokens // 2
     queries = range(half, tokens, math.ceil((tokens - half) / 64))
     layers = attended(net, ids[None], queries, encodings=for_length(net.encodings, tokens, net.train_len))
-    return [by_distance(weights[0], queries) for weights in layers]
+    return by_distance(torch.cat(layers), queries)
 
 
 def by_distance(weights: Tensor, queries: Sequence[int]) -> tuple[list[str], Tensor]:
-    """Split the attention [H, queries, T] of queries at some positions over the first token and ranges of distances.
+    """Split the attention [layers, H, queries, T] of queries at some positions over the first token and distances.
 
     Returns:
-        Names of the ranges, and the mean share of each; they sum to what the keys get in all.
+        Names of n ranges, and the mean share of each, [layers, n]; those of a layer sum to what its keys get in all.
     """
-    by_query = weights.mean(0)  # [queries, T]
+    by_query = weights.mean(1)  # [layers, queries, T]
     pos = torch.arange(weights.size(-1))
     distance = torch.tensor(queries)[:, None] - pos  # [queries, T]
     ranges = {"first": pos.expand_as(distance) == 0, "self": distance == 0}
-    low = 1
-    while low < len(pos):
+    for doubling in range((len(pos) - 1).bit_length()):
+        low = 2**doubling
         ranges[f"{low}"] = (distance >= low) & (distance < 2 * low) & (pos > 0)
-        low *= 2
-    shares = [(by_query * inside).sum(-1).mean() for inside in ranges.values()]
-    return list(ranges), torch.stack(shares)
+    shares = [(by_query * inside).sum(-1).mean(-1) for inside in ranges.values()]  # [layers] each
+    return list(ranges), torch.stack(shares, dim=-1)
 
 
-def draw_attention(title: str, layers: Sequence[tuple[list[str], Tensor]], ax: Axes) -> None:
-    """Draw the share of attention in percent by layer and distance."""
-    rows = {f"layer {number}": shares for number, (_, shares) in enumerate(layers, start=1)}
-    heat_map(ax, rows, layers[0][0])
+def draw_attention(title: str, ranges: Sequence[str], shares: Tensor, ax: Axes) -> None:
+    """Draw in percent what `attention_of` returned: a row for each layer."""
+    rows = {f"layer {number}": of_layer for number, of_layer in enumerate(shares, start=1)}
+    heat_map(ax, rows, ranges)
     titled(ax, title, "% of attention: first token, self, from a distance of at least")
 
 
