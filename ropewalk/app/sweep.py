@@ -129,7 +129,7 @@ def _jobs(name: str, overrides: Sequence[str]) -> list[Job]:
     given = parser.parse_overrides([*overrides])
     # Only files may sweep something, so only what chooses files is asked: a key may belong to an option that is swept.
     fixed = [override for override in given if not override.is_sweep_override()]
-    of_files = [o.input_line for o in fixed if "." not in o.get_key_element() or o.is_hydra_override()]
+    of_files = [str(o.input_line) for o in fixed if "." not in o.get_key_element() or o.is_hydra_override()]
     with composed(name, *of_files) as config:
         swept = config.hydra.sweeper.get("params") or {}
     choices = {}
