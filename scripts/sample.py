@@ -48,7 +48,7 @@ def main(args: Arguments) -> None:
         prompt = sys.stdin.read()
     elif prompt.startswith("@"):
         prompt = read_text(Path(prompt[1:]))
-    pe = chosen_reader(serialization.describe(path), args.pe)
+    pe = chosen_reader(serialization.describe(path), args.pe) if args.pe else None
     hardware = Hardware.resolve(accelerator=args.device, precision="32-true")
     model = ropewalk.load(path, pe=pe, device=hardware.device)
     tokens = len(model.encode(prompt)) + args.max_new_tokens

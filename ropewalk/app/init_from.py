@@ -90,17 +90,14 @@ def evaluation(path: Path, pe: Options | None) -> Config:
     values = load_config(path).model_dump()
     # What is read is the network of model.json, which carries a checksum.
     values |= {key: trained[key] for key in ("model", "pe", "train_len")}
-    reader = chosen_reader(trained, pe)
     asked = recompose({"eval": values["eval"]}, {})
     cfg = check(values | {"eval": asked["eval"], "runs_dir": str(path.parent), "name": path.name})
-    wanted = [reader] if reader else cfg.eval.variants or []
+    wanted = [chosen_reader(trained, pe)] if pe else cfg.eval.variants or []
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
 
 
-def chosen_reader(trained: Options, pe: Options | None) -> dict[str, Any] | None:
+def chosen_reader(trained: Options, pe: Options) -> dict[str, Any]:
     """The encoding `pe` of a program's command line, as one of the `variants` of a trained model."""
-    if pe is None:
-        return None
     values = recompose({"pe": shared_options(trained, encoding(pe))}, {})
     return variants(trained, [encoding(values["pe"])])[0]
 
