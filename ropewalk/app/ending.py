@@ -11,7 +11,11 @@ def show_results(run: RunDir) -> None:
     page.show(run.path, run.cfg)
     record = read_training(run.path)
     validation = record["validation"]
-    losses = {"nats per token": "loss", "bits per byte": "bits_per_byte", "% wrong": "error"}
+    losses = {
+        "nats per token": "loss",
+        "bits per byte": "bits_per_byte",
+        "% wrong": "error",
+    }
     said = [f"{validation[key]:.4f} {unit}" for unit, key in losses.items() if validation[key] is not None]
     print(f"validation loss {', '.join(said)}, on {validation['tokens']:,} tokens in windows of {validation['length']}")
     print(

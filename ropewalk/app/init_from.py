@@ -54,7 +54,10 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
     groups = {"model": base["model"], "pe": base["pe"]}
     # Which encoding is chosen decides which options it shares with the base model's: so Hydra composes twice.
     chosen = recompose({}, groups).get("pe", {})
-    beneath = {"pe": shared_options(base, encoding(chosen)), "data": _tokenizer_of(source, values["data"])}
+    beneath = {
+        "pe": shared_options(base, encoding(chosen)),
+        "data": _tokenizer_of(source, values["data"]),
+    }
     if not values["trainer"]["max_steps"]:  # nothing is trained at another length
         beneath["train_len"] = base["train_len"]
     values = recompose(beneath, groups)
@@ -129,7 +132,13 @@ def opened(run: str | Path, cache_dir: str = "prepared", step: int | None = None
     base = base_model(trained.init_from)
     cfg = _of_checkpoint(trained, path, step, cache_dir)
     load = partial(_load_checkpoint, path / "checkpoints", step)
-    return _run_of(cfg, base, load, made_of=read_environment(path).run_id, length=original_len(trained, base))
+    return _run_of(
+        cfg,
+        base,
+        load,
+        made_of=read_environment(path).run_id,
+        length=original_len(trained, base),
+    )
 
 
 def _of_checkpoint(cfg: Config, path: Path, step: int, cache_dir: str) -> Config:

@@ -79,9 +79,18 @@ def for_this_machine(cfg: Config) -> tuple[Config, Hardware]:
     t = cfg.trainer
     # Kernels sum the gradients of some biases in any order.
     kernels = False if t.deterministic and t.kernels == "auto" else t.kernels
-    hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile, kernels=kernels)
+    hardware = Hardware.resolve(
+        accelerator=t.accelerator,
+        precision=t.precision,
+        compile=t.compile,
+        kernels=kernels,
+    )
     devices = resolve_devices(t.devices, device=hardware.device)
-    resolved = {"precision": hardware.precision, "kernels": hardware.kernels, "devices": devices}
+    resolved = {
+        "precision": hardware.precision,
+        "kernels": hardware.kernels,
+        "devices": devices,
+    }
     return cfg.model_copy(update={"trainer": t.model_copy(update=resolved)}), hardware
 
 
@@ -100,7 +109,11 @@ def check(values: Mapping[str, Any]) -> Config:
     seed = f"-s{given.seed}" if given.seed else ""
     cfg = given.model_copy(update={"pe": pe, "name": given.name or "-".join(words) + seed})
     cfg = cfg.model_copy(update={"stages": [_resolve_stage(cfg, stage, net) for stage in cfg.stages]})
-    rules = [*_rules_of_evaluation(cfg, net), *_rules_of_training(cfg, net), *_rules_of_shared_texts(cfg)]
+    rules = [
+        *_rules_of_evaluation(cfg, net),
+        *_rules_of_training(cfg, net),
+        *_rules_of_shared_texts(cfg),
+    ]
     contradictions = [message for broken, message in rules if broken]
     if contradictions:
         raise ConfigError("\n".join(contradictions))
