@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,7 +16,6 @@ from model import position
 from model.gpt import GPT
 from ropewalk.files import atomic_write, read_json, refuse_link, sealed, sha256, unsealed, write_json
 
-T = TypeVar("T")
 FORMAT = 2
 LARGEST = 2**31  # no number of tokens is as large
 WEIGHTS = "model.safetensors"
@@ -36,8 +35,7 @@ def save(
         original_len: length in tokens of the longest text that these weights, or those that they were initialised from,
             were trained to read without a scaling; default train_len.
     """
-    if weights is None:
-        weights = net.state_dict()
+    weights = weights or net.state_dict()
     tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     if net.cfg.tie_embeddings:  # one tensor under two names, which safetensors refuses
         del tensors["head.weight"]
@@ -155,8 +153,8 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
     return weights
 
 
-def renamed(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The tensors of a file, or what is known of each, under the names of this version.
+def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file under the names of this version.
 
     A checkpoint's names end in that of a moment, too.
     """

@@ -172,8 +172,9 @@ def _check(path: Path, shapes: dict[str, torch.Size]) -> None:
         raise ValueError(f"{unlike[0]} is {'missing' if unlike[0] in shapes else 'not part of this network'}")
     for name, tensor in tensors.items():
         if tensor.shape != shapes[name] or not (tensor.is_floating_point() and tensor.isfinite().all()):
-            kind = f"{tensor.dtype} {list(tensor.shape)}"
-            raise ValueError(f"{name} ({kind}) must hold finite numbers, {list(shapes[name])} of them")
+            raise ValueError(
+                f"{name} ({tensor.dtype} {list(tensor.shape)}) must hold finite numbers, {list(shapes[name])} of them"
+            )
 
 
 @rank_zero_only

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from conf.schema import Trainer
 from data.sampler import micro_batch_size
 from model.position.network import Encodings
-from model.reading import Reader
+from model.reading import Reader, Reading
 from ropewalk import plugins
 from ropewalk.training.context_parallel import Shared
 from ropewalk.training.hardware import Hardware
@@ -215,14 +215,13 @@ def reader_of(trainer: Trainer, hardware: Hardware, document_end: int | None, en
     All ranks call it, after `install_kernels`.
     """
     size = trainer.context_parallel
-    if size == 1:
-        in_place = None
-        if hardware.kernels and document_end is not None:
-            in_place = plugins.kernels().reading_of(encodings, document_end)
-        return Reader(document_end, in_place)
-    mesh = init_device_mesh(hardware.device, (world_size() // size, size), mesh_dim_names=("data", "context"))
-    shared = Shared(mesh.get_group("context"), recompute=not trainer.checkpointing)
-    return Reader(document_end, shared, size)
+    reading: Reading | None = None
+    if size > 1:
+        mesh = init_device_mesh(hardware.device, (world_size() // size, size), mesh_dim_names=("data", "context"))
+        reading = Shared(mesh.get_group("context"), recompute=not trainer.checkpointing)
+    elif hardware.kernels and document_end is not None:
+        reading = plugins.kernels().reading_of(encodings, document_end)
+    return Reader(document_end, reading, size)
 
 
 def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":

@@ -70,10 +70,7 @@ def clip_gradients(net: nn.Module, scale: Tensor, max_norm: float | None) -> Ten
         if p.grad is not None:
             kinds.setdefault(isinstance(p, DTensor), []).append(p.grad)
     norms = [full_tensor(torch.nn.utils.get_total_norm(kinds[sharded])) for sharded in sorted(kinds)]
-    norm = norms[0]
-    if len(norms) > 1:
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-    norm = norm * scale
+    norm = torch.linalg.vector_norm(torch.stack(norms)) * scale
     # One multiplication does both, in one pass over the gradients.
     limit = math.inf if max_norm is None else max_norm
     factor = scale * (limit / (norm + 1e-6)).clamp(max=1.0)

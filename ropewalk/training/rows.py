@@ -29,15 +29,11 @@ def training_row(progress: Progress, cfg: Config) -> Row:
     }
 
 
-def validation_row(validation: Row) -> Row:
-    """What `loop.validate` has measured, for a row."""
-    measured = {name: validation[name] for name in ("loss", "bits_per_byte", "error")}
-    return {f"val/{name}": value for name, value in measured.items() if value is not None}
-
-
-def position_row(net: GPT) -> Row:
-    """What the metrics of the encodings add to a row: of the validation texts that this rank has read."""
-    return {f"position/{name}": float(value) for name, value in metrics_of(net.encodings).items()}
+def validation_row(validation: Row, net: GPT) -> Row:
+    """What `loop.validate` has measured, and the metrics of the encodings, of the texts that this rank has read in it."""
+    measured = {f"val/{name}": validation[name] for name in ("loss", "bits_per_byte", "error")}
+    measured |= {f"position/{name}": float(value) for name, value in metrics_of(net.encodings).items()}
+    return {name: value for name, value in measured.items() if value is not None}
 
 
 def record(progress: Progress, cfg: Config, hardware: Hardware, validation: Row) -> dict[str, Any]:

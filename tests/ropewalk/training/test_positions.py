@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import combinations, product
 from operator import eq
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,9 +96,9 @@ def draws(world_size, grad_accum_steps, step=3):
     """What each micro-batch of a step draws at random, in the order of its samples."""
     drawn = []
     ranks = object.__new__(Ranks)
-    ranks.size = world_size
+    ranks.fabric = SimpleNamespace(world_size=world_size)
     for m in range(grad_accum_steps):
-        for ranks.number in range(world_size):  # as `batch_indices` divides samples
+        for ranks.fabric.global_rank in range(world_size):  # as `batch_indices` divides samples
             ranks.begin(7, (step - 1) * grad_accum_steps + m)
             drawn.append(torch.rand(3).tolist())
     return drawn
