@@ -10,10 +10,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("train")
 
-import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +34,6 @@ from ropewalk.app.sweep import configure
 from ropewalk.evaluation import loggers, loop
 from ropewalk.files import sealed, write_json
 from ropewalk.training import checkpoints, distributed, rows
-from ropewalk.training.checkpoints import Progress
 from ropewalk.training.hardware import Hardware, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from ropewalk.training.plan import Plan, draw_positions
@@ -147,7 +144,7 @@ class Training:
         self.data.validation(self.cfg.train_len, self.cfg.trainer.val_tokens).batch(0, 1)
         loop.rehearse(self.net, self.data, self.cfg, hardware=self.hardware, reader=self.reader)
 
-    def start(self, run: RunDir, base: dict[str, Any]) -> Progress:
+    def start(self, run: RunDir, base: dict[str, Any]) -> checkpoints.Progress:
         """Load the newest whole checkpoint of the run; before its first one, the weights of the model `base`, if any.
 
         No file changes.
@@ -156,19 +153,20 @@ class Training:
             ValueError: every checkpoint is damaged, rows are missing, or the weights do not fit.
         """
         cfg = self.cfg
-        progress = Progress()
+        progress = checkpoints.Progress()
         if distributed.on_rank_zero(lambda: run.begun):  # else a new run, or one in place of the old
             progress = checkpoints.resume(run.checkpoints, self.net, self.optimizer)
             rows.check_rows(run, progress)
             print(f"continuing {run.path} after step {progress.step}")
         if base and not progress.step:
             missing = load_weights(self.net, base, partial=cfg.init_partial)
-            print(f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(missing) or 'none'}")
+            at_random = ", ".join(missing) or "none"
+            print(f"starting from the weights of {cfg.init_from}; initialised at random: {at_random}")
             if cfg.init_optimizer:
-                checkpoints.take_over(Path(str(cfg.init_from)), self.net, self.optimizer)
+                checkpoints.take_over(base["source"], self.net, self.optimizer)
         return progress
 
-    def fit(self, run: RunDir, logger: Any, progress: Progress) -> None:
+    def fit(self, run: RunDir, logger: Any, progress: checkpoints.Progress) -> None:
         """Train from the step after `progress` to the last one; log, validate, measure and save where they are due.
 
         Updates `progress`.
@@ -237,10 +235,9 @@ class Training:
         Yields:
             Inputs and targets, int64 [B, T], on the CPU.
         """
-        t = self.cfg.trainer
         return micro_batches(
             self.data, self.cfg.batch_shape, self.cfg.seed, start_step=start_step,
-            pin_memory=self.hardware.device == "cuda", grad_accum_steps=t.grad_accum_steps,
+            pin_memory=self.hardware.device == "cuda", grad_accum_steps=self.cfg.trainer.grad_accum_steps,
             rank=self.ranks.fabric.global_rank // self.reader.ranks_per_text,
             world_size=self.ranks.fabric.world_size // self.reader.ranks_per_text,
         )  # fmt: skip
@@ -287,11 +284,11 @@ class Training:
         share = (y != IGNORE_INDEX).float().mean()
         # A loss that is not finite may have a finite gradient. A NaN as its weight makes the gradient NaN, which every
         # rank's norm shows.
-        weight = torch.where(loss.detach().isfinite(), share, math.nan)
+        weight = torch.where(loss.detach().isfinite(), share, torch.nan)
         self.ranks.fabric.backward(loss * weight / t.grad_accum_steps)
         return torch.stack((loss.detach() * share, share))
 
-    def log(self, run: RunDir, logger: Any, progress: Progress, norm: Tensor, *, validating: bool) -> None:
+    def log(self, run: RunDir, logger: Any, progress: checkpoints.Progress, norm: Tensor, *, validating: bool) -> None:
         """Write a row of metrics.jsonl about the steps since the last one, print it, and show it in the tracker."""
         row = rows.training_row(progress, self.cfg)
         row |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}

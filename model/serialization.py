@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from safetensors.torch import save as serialize
 from torch import Tensor
 
 from conf.schema import GPTConfig, parse, without_gone
@@ -39,7 +37,7 @@ def save(
     tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     if net.cfg.tie_embeddings:  # one tensor under two names, which safetensors refuses
         del tensors["head.weight"]
-    content = serialize(tensors, metadata={"format": "pt"})
+    content = safetensors.torch.save(tensors, metadata={"format": "pt"})
     description: dict[str, Any] = {
         "format": FORMAT,
         "model": net.cfg.model_dump(),
@@ -137,9 +135,9 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
     # copied while it was being written.
     try:
         # First the header, which says how long the file is: it may be a sparse one without an end.
-        weights = renamed(load_file(refuse_link(path)))
+        weights = renamed(safetensors.torch.load_file(refuse_link(path)))
         digest = sha256(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
     if description.get("sha256") != digest:
         raise ValueError(f"{path} is damaged or of another model: its SHA-256 is not that of {DESCRIPTION}")

@@ -30,8 +30,16 @@ SETTINGS = {
     "init_std": "initializer_range",
     "tie_embeddings": "tie_word_embeddings",
 }
-GPT2_SETTINGS = SETTINGS | {"hidden_dim": "n_inner", "norm_eps": "layer_norm_epsilon", "mlp": "activation_function"}
-GPT2_SETTINGS = {ours: theirs for ours, theirs in GPT2_SETTINGS.items() if ours not in ("n_kv_head", "head_dim")}
+GPT2_SETTINGS = {
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "dim": "n_embd",
+    "hidden_dim": "n_inner",
+    "norm_eps": "layer_norm_epsilon",
+    "mlp": "activation_function",
+    "init_std": "initializer_range",
+    "tie_embeddings": "tie_word_embeddings",
+}
 # Activations of transformers and ours. The first name of each of ours is the one that an export writes.
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
 GELU = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact"}

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from conf.schema import GPTConfig, parse
-from model import position
 from model.gpt import GPT
-from model.position import Shape
+from model.position import Shape, build_encodings
 from model.position.absolute import Learned
 from ropewalk.files import hub_folder, own_file, read_json
 from ropewalk.hf import rope
@@ -181,7 +180,7 @@ def _interpret(folder: Path, values: dict[str, Any], kind: str) -> Pretrained:
     shape = Shape.of(cfg, config.max_position_embeddings)
     pe = _encodings(config, arch, shape)
     with torch.device("meta"):
-        refused = arch.refused(cfg, position.build_encodings(pe, shape))
+        refused = arch.refused(cfg, build_encodings(pe, shape))
     if refused:
         raise ValueError(f"{' and '.join(refused)} is not supported")
     return Pretrained(folder, config, cfg, pe)

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model import position
-from model.position import PositionEncoding, Shape
+from model.position import PositionEncoding, Shape, build_encodings
 from model.position.ops import inverse_frequencies
 from model.position.rotary import PRope, Rotary
 from model.position.scaled_rotary import ABF, NTK, DynamicNTK, Linear, LongRope, NTKByParts, ScaledRotary, Yarn
@@ -37,17 +36,18 @@ class RopeType(NamedTuple):
     options: dict[str, str]
 
 
-SHARE = "partial_rotary_factor"
 TYPES = {
-    "default": RopeType("rope", Rotary, {SHARE: SHARE}),
+    "default": RopeType("rope", Rotary, {"partial_rotary_factor": "partial_rotary_factor"}),
     "linear": RopeType("linear", Linear, {}),
     "dynamic": RopeType("dynamic_ntk", DynamicNTK, {}),
-    "yarn": RopeType("yarn", Yarn, {"beta_fast": "beta_fast", "beta_slow": "beta_slow"}),
+    "yarn": RopeType("yarn", Yarn, {"beta_fast": "beta_fast", "beta_slow": "beta_slow", ORIGINAL: "original_len"}),
     "llama3": RopeType(
-        "llama3", NTKByParts, {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
+        "llama3",
+        NTKByParts,
+        {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor", ORIGINAL: "original_len"},
     ),
     "longrope": RopeType("longrope", LongRope, {"short_factor": "short_factor", "long_factor": "long_factor"}),
-    "proportional": RopeType("p_rope", PRope, {SHARE: "proportion", "factor": "factor"}),
+    "proportional": RopeType("p_rope", PRope, {"partial_rotary_factor": "proportion", "factor": "factor"}),
 }
 KINDS = {rope_type.cls: kind for kind, rope_type in TYPES.items()}
 
@@ -87,10 +87,8 @@ def layers(config: Any) -> list[Layer]:
     rotates = [1] * len(kinds)
     if config.model_type == "smollm3":
         rotates = config.no_rope_layers[: len(kinds)]
-    layers = []
-    for kind, flag in zip(kinds, rotates, strict=True):
-        layers.append(Layer(window if kind == SLIDING else None, bool(flag)))
-    return layers
+    windows = [window if kind == SLIDING else None for kind in kinds]
+    return [Layer(window, bool(flag)) for window, flag in zip(windows, rotates, strict=True)]
 
 
 def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[str, Any]:
@@ -125,7 +123,7 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     if cls in (Yarn, LongRope):
         _, options["attention_factor"] = _frequencies(config, arch, layer, length=1)
     options = named(name, cls) | options
-    check(position.build_encodings(options, shape)[0], config, arch, layer)
+    check(build_encodings(options, shape)[0], config, arch, layer)
     return options
 
 
@@ -190,8 +188,6 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
     elif isinstance(pe, ScaledRotary) and pe.active_scale not in (pe.unscaled, pe.scales[0]):
         length = max(reach, math.ceil(original * max(pe.scales)))  # a scaling applied after training extends it
 
-    if kind in ("yarn", "llama3", "longrope"):
-        settings[ORIGINAL] = original
     fields: dict[str, Any] = {"max_position_embeddings": length, "rope_parameters": settings}
     if kind not in ("default", "proportional"):
         fields[ORIGINAL] = original
@@ -225,6 +221,7 @@ def _rope_parameters(pe: Any) -> Settings:
     original = getattr(pe, "original_len", pe.train_len)
     return settings | {
         "rope_type": "longrope",
+        ORIGINAL: original,
         "short_factor": (plain / pe.frequencies(original)).tolist(),
         "long_factor": (plain / pe.frequencies(original + 1)).tolist(),
         "attention_factor": math.sqrt(pe.logit_scale),

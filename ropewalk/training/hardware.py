@@ -42,9 +42,7 @@ class Hardware:
         available = [name for name, here in is_here.items() if here]  # the fastest first
         device = available[0] if accelerator == "auto" else accelerator
         if device not in available:
-            raise ValueError(
-                f"accelerator {accelerator} is not available here; choose auto or: {', '.join(available)}"
-            )
+            raise ValueError(f"accelerator {accelerator} is not available here; choose auto or: {', '.join(available)}")
         if precision == "auto":
             # Elsewhere bf16 is emulated, and slower than fp32.
             if device == "cuda":

@@ -1,6 +1,7 @@
 """AdamW, its schedule, gradient clipping, and the check for gradients that are not finite."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +26,15 @@ def make_optimizer(net: GPT, optim: Optim) -> torch.optim.AdamW:
             decays_in_encoding[p] = name in pe.decayed
 
     # Sharded and whole tensors are in separate groups, because PyTorch cannot update them together.
-    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for p in net.parameters():
         decays = p.ndim >= 2 and decays_in_encoding.get(p, True)
+        decay = optim.weight_decay if decays else 0.0
         lr_scale = optim.pe_lr_scale if p in decays_in_encoding else 1.0
-        key = (optim.weight_decay if decays else 0.0, lr_scale, isinstance(p, DTensor))
-        groups.setdefault(key, []).append(p)
-    parameters = []
-    for (decay, lr_scale, _), group in groups.items():
-        parameters.append({"params": group, "weight_decay": decay, "lr_scale": lr_scale})
-    return torch.optim.AdamW(parameters, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
+        new_group = {"params": [], "weight_decay": decay, "lr_scale": lr_scale}
+        group = groups.setdefault((decay, lr_scale, isinstance(p, DTensor)), new_group)
+        group["params"].append(p)
+    return torch.optim.AdamW(list(groups.values()), lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
 
 
 def learning_rate(step: int, optim: Optim, max_steps: int) -> float:

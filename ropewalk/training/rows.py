@@ -30,7 +30,7 @@ def training_row(progress: Progress, cfg: Config) -> Row:
 
 
 def validation_row(validation: Row, net: GPT) -> Row:
-    """What `loop.validate` has measured, and the metrics of the encodings, of the texts that this rank has read in it."""
+    """What `loop.validate` has measured; and metrics of the encodings, of the texts that this rank has read for it."""
     measured = {f"val/{name}": validation[name] for name in ("loss", "bits_per_byte", "error")}
     measured |= {f"position/{name}": float(value) for name, value in metrics_of(net.encodings).items()}
     return {name: value for name, value in measured.items() if value is not None}
