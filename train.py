@@ -295,10 +295,9 @@ class Training:
         if validating:
             metrics_of(self.net.encodings)  # drops what the rehearsal and the measurements at eval.at have fed
             row |= rows.validation_row(self.validate(), self.net)
-        if distributed.is_rank_zero():
-            run.append(row)
-            logger.log(row)
-            rows.show(row, self.cfg)
+        distributed.on_rank_zero(lambda: run.append(row))
+        logger.log(row)
+        rows.show(row, self.cfg)
         progress.rows += 1
         progress.logged_step = progress.step
         progress.logged_seconds = progress.seconds

@@ -25,7 +25,6 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 
 ORIGINAL = "original_max_position_embeddings"
-Settings = dict[str, Any]  # the rope_parameters of transformers
 
 
 class RopeType(NamedTuple):
@@ -194,10 +193,10 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
     return fields
 
 
-def _rope_parameters(pe: Any) -> Settings:
+def _rope_parameters(pe: Any) -> dict[str, Any]:
     """Return the settings of transformers that rotate as `pe` does at its active scale, by a name if there is one."""
     cls = type(pe)
-    settings: Settings = {"rope_type": "default", "rope_theta": pe.base}
+    settings: dict[str, Any] = {"rope_type": "default", "rope_theta": pe.base}
     if cls is Rotary or (isinstance(pe, ScaledRotary) and pe.active_scale == pe.unscaled):
         return settings
     if cls in (NTK, ABF):

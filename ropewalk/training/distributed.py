@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _PARENT = "ROPEWALK_PARENT"  # process id of rank zero, set for the ranks that it starts
-FAILED = "failed"  # in the store that all ranks share: how many have
 ANOTHER_FAILED = 2  # exit code of a rank that ends because another one failed, which says why
 _on_rank_zero = False  # True inside a function that only rank zero runs
 
@@ -276,8 +275,9 @@ def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | s
 def _fail(error: Exception) -> NoReturn:
     """Raise `error`, or SystemExit if another rank has already said what went wrong."""
     is_first = False
-    with contextlib.suppress(RuntimeError):  # rank zero keeps the store, and may be gone
-        is_first = dist.distributed_c10d._get_default_store().add(FAILED, 1) == 1
+    # The store that all ranks share counts those that have failed. Rank zero keeps it, and may be gone.
+    with contextlib.suppress(RuntimeError):
+        is_first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
     if not is_first:
         raise SystemExit(ANOTHER_FAILED) from None
     if isinstance(error, RuntimeError) and re.search("onnection|remote process", str(error)):

@@ -32,8 +32,7 @@ def make_optimizer(net: GPT, optim: Optim) -> torch.optim.AdamW:
         decay = optim.weight_decay if decays else 0.0
         lr_scale = optim.pe_lr_scale if p in decays_in_encoding else 1.0
         new_group = {"params": [], "weight_decay": decay, "lr_scale": lr_scale}
-        group = groups.setdefault((decay, lr_scale, isinstance(p, DTensor)), new_group)
-        group["params"].append(p)
+        groups.setdefault((decay, lr_scale, isinstance(p, DTensor)), new_group)["params"].append(p)
     return torch.optim.AdamW(list(groups.values()), lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
 
 
