@@ -12,7 +12,7 @@ from torch import Tensor
 from conf.schema import GPTConfig, parse, without_gone
 from model import position
 from model.gpt import GPT
-from ropewalk.files import atomic_write, read_json, refuse_link, sealed, sha256, unsealed, write_json
+from ropewalk.files import read_json, refuse_link, sealed, sha256, unsealed, write_bytes, write_json
 
 FORMAT = 2
 LARGEST = 2**31  # no number of tokens is as large
@@ -49,8 +49,7 @@ def save(
         "sha256": hashlib.sha256(content).hexdigest(),
     }
     # The weights first: a folder is a trained model once it has model.json, which names their hash.
-    with atomic_write(Path(folder) / WEIGHTS) as file:
-        file.write(content)
+    write_bytes(Path(folder) / WEIGHTS, content)
     write_json(Path(folder) / DESCRIPTION, sealed(description))
 
 

@@ -1,13 +1,12 @@
 """Files from which transformers builds the tokenizer of a run."""
 
-import json
 from pathlib import Path
 
 import tokenizers
 
 from data.hf_tokenizer import CHARACTER_OF, HFTokenizer, pre_tokenizer
 from data.tokenizer import Tokenizer
-from ropewalk.files import copy_files, read_json
+from ropewalk.files import copy_files, read_json, write_json
 
 
 def write(encoder: Tokenizer, folder: Path) -> None:
@@ -23,7 +22,7 @@ def write(encoder: Tokenizer, folder: Path) -> None:
         values = {"clean_up_tokenization_spaces": False, "add_bos_token": False}
     # This class reads tokenizer.json as it is. The others build a tokenizer of their own from its vocabulary.
     values |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": encoder.decode([encoder.eot])}
-    config.write_text(json.dumps(values, indent=2))
+    write_json(config, values)
 
 
 def _backend(encoder: Tokenizer) -> tokenizers.Tokenizer:

@@ -9,7 +9,6 @@ import ctypes
 import functools
 import logging
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -280,7 +279,7 @@ def _fail(error: Exception) -> NoReturn:
         is_first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
     if not is_first:
         raise SystemExit(ANOTHER_FAILED) from None
-    if isinstance(error, RuntimeError) and re.search("onnection|remote process", str(error)):
+    if isinstance(error, RuntimeError) and ("onnection" in str(error) or "remote process" in str(error)):
         raise ConnectionError("another process of this run has ended: its own message, if any, says why") from error
     raise error
 
