@@ -146,9 +146,8 @@ def _frequencies(config: Any, arch: Architecture, layer: Layer, length: int) -> 
     return getattr(embedding, f"{prefix}inv_freq"), getattr(embedding, f"{prefix}attention_scaling")
 
 
-def check(pe: PositionEncoding, config: Any, arch: Architecture, layer: Layer) -> None:
-    """Raise ValueError unless transformers rotates and sharpens in `layer` as `pe` does, at all lengths."""
-    assert isinstance(pe, Rotary)
+def check(pe: Any, config: Any, arch: Architecture, layer: Layer) -> None:
+    """Raise ValueError unless transformers rotates and sharpens in `layer` as `pe`, a `Rotary`, does at all lengths."""
     original = getattr(pe, "original_len", pe.train_len)
     # Frequencies that change with the length do so beyond the original one.
     for length in (original, original + 1, 4 * original):
@@ -162,18 +161,17 @@ def check(pe: PositionEncoding, config: Any, arch: Architecture, layer: Layer) -
             )
 
 
-def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
+def write(pe: Any, reach: int) -> dict[str, Any]:
     """Return the settings of transformers for `pe` at its active scale.
 
     Args:
-        pe: encoding of a layer, RoPE with some frequencies.
+        pe: encoding of a layer, `Rotary` with some frequencies.
         reach: tokens that the model was trained to read without a scaling.
 
     Returns:
         `rope_parameters`; `max_position_embeddings`, the length that `pe` reaches at this scale; and for a scaling
         `original_max_position_embeddings`.
     """
-    assert isinstance(pe, Rotary)
     original = getattr(pe, "original_len", reach)
     settings = _rope_parameters(pe)
     kind = settings["rope_type"]

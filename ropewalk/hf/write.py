@@ -74,8 +74,10 @@ def export(
         if tokenizer:
             tokenizer(folder)
         _write_configs(folder, bos_token_id, eos_token_id)
-        card = CARD.format(name=name, pe=description["pe"]["name"], scale=scale, train_len=net.train_len)
-        write_text(folder / "README.md", card)
+        write_text(
+            folder / "README.md",
+            CARD.format(name=name, pe=description["pe"]["name"], scale=scale, train_len=net.train_len),
+        )
         folder.replace(out)  # an error if another process has written it meanwhile
     return name
 

@@ -234,13 +234,12 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
     launcher = logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script")
     launcher.setLevel(logging.INFO)
     launcher.disabled = False
-    devices = int(trainer.devices)
     try:
         fabric = Fabric(
             accelerator=hardware.device,
             strategy=_strategy(trainer, hardware, world),
-            devices=devices,
-            num_nodes=world // devices,
+            devices=trainer.devices,
+            num_nodes=world // int(trainer.devices),
             precision=hardware.precision,  # type: ignore[arg-type]
             # Else Fabric would take variables of Slurm for ranks, also where srun has started none.
             plugins=[] if started_by().on_this_machine else [LightningEnvironment()],
@@ -248,7 +247,7 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
         fabric.launch()
     # Lightning's: about GPUs that are not there, variables of Slurm, or a notebook, which is one process.
     except (RuntimeError, MisconfigurationException) as error:
-        raise ValueError(f"trainer.devices={devices}: {error}") from None
+        raise ValueError(f"trainer.devices={trainer.devices}: {error}") from None
     return fabric
 
 

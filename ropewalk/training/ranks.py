@@ -37,7 +37,15 @@ class Ranks:
         self.net = net
         self.sharded = cfg.trainer.strategy == "fsdp"
         if hardware.compile:
-            compile_parts(net, loss=not self.sharded, stages=len(cfg.stages) + 1)
+            from torch._dynamo import config  # takes a second to import
+
+            # Layers of one kind share a graph, whatever their number; each length and stage has one of its own. Beyond
+            # its limit the compiler runs further graphs eagerly, without a word.
+            config.recompile_limit = max(config.recompile_limit, 8 * (len(cfg.stages) + 1))
+            for block in net.blocks:
+                block.compile(dynamic=False)
+            if not self.sharded:
+                net.loss = torch.compile(net.loss, dynamic=False)  # type: ignore[method-assign]
         if not self.sharded:  # else each rank makes its part: see `shard`
             net.materialise("cpu")
         self.model = fabric.setup_module(net)  # wrapped by the strategy
@@ -64,21 +72,6 @@ class Ranks:
                     dist.all_reduce(p.grad)
                     p.grad /= self.fabric.world_size
         return self.fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[return-value]
-
-
-def compile_parts(net: GPT, *, loss: bool, stages: int = 1) -> None:
-    """Compile the blocks of `net`, and its loss apart: layers of one kind share a graph, whatever their number.
-
-    Each length and stage has a graph of its own. Wrap evaluations, which need none, in `evaluating`.
-    """
-    from torch._dynamo import config  # takes a second to import
-
-    # Beyond its limit the compiler runs further graphs eagerly, without a word.
-    config.recompile_limit = max(config.recompile_limit, 8 * stages)
-    for block in net.blocks:
-        block.compile(dynamic=False)
-    if loss:
-        net.loss = torch.compile(net.loss, dynamic=False)  # type: ignore[method-assign]
 
 
 def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
