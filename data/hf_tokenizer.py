@@ -51,8 +51,7 @@ class HFTokenizer(Tokenizer):
         self.vocab_size = max(self.backend.get_vocab().values(), default=0) + 1
         if self.vocab_size > MAX_RANK:
             raise ValueError(f"data.tokenizer={self.name} has {self.vocab_size:,} ids: at most {MAX_RANK:,} are read")
-        algorithm = type(self.backend.model).__name__.lower()
-        self.label = f"{algorithm}-{self.vocab_size}"
+        self.label = f"{type(self.backend.model).__name__.lower()}-{self.vocab_size}"
         self.eot = _end_token(folder, self.backend, self.name)
         self.pieces, self.token_bytes = _byte_pieces(self.backend, self.vocab_size)
         # Its own steps may change a text, such as to lower case: bits per byte count the bytes of the text itself.

@@ -39,18 +39,17 @@ class Tokenizer:
     """
 
     def __init__(self, name: str = "bytes") -> None:
-        encoding = _load(name)
         self.name = name
-        self.encoding = encoding
+        self.encoding = _load(name)
         self.files = [Path(name)] if Path(name).is_file() else []  # a run keeps them, to decode its tokens anywhere
-        self.label = encoding.name  # fit for the name of a file
-        self.eot = encoding.eot_token  # id of the token between documents
+        self.label = self.encoding.name  # fit for the name of a file
+        self.eot = self.encoding.eot_token  # id of the token between documents
         self.bos: int | None = None  # id of the token that begins every text, if there is one
-        self.vocab_size = encoding.n_vocab  # including unused ids
+        self.vocab_size = self.encoding.n_vocab  # including unused ids
         # tiktoken has no public access to these three (as of 0.14).
-        self.ranks = encoding._mergeable_ranks
-        self.pattern = encoding._pat_str
-        special = encoding._special_tokens
+        self.ranks = self.encoding._mergeable_ranks
+        self.pattern = self.encoding._pat_str
+        special = self.encoding._special_tokens
 
         self.pieces = [b""] * self.vocab_size  # bytes of each token, b"" for unused ids
         for piece, i in self.ranks.items():

@@ -131,8 +131,7 @@ class Counting(Task):
 
 
 class Candidates(NamedTuple):
-    """Operations for B programs of V variables, drawn one after another: C for each, of which the possible ones count.
-    """
+    """C operations for each of B programs of V variables, drawn one after another; the possible ones count."""
 
     tokens: np.ndarray  # the operation's token, int64 [B, C]
     known: np.ndarray  # whether this variable has been set by then, bool [V, B, C]

@@ -78,10 +78,8 @@ class Markov(Generated):
             context = self._context(tokens, place)
             weights = counts[rows, context] + self.alpha  # [n, V]
             cumulative = np.cumsum(weights, axis=1)
-            total = cumulative[:, -1]
-            drawn = draws[:, place] * total
-            passed = cumulative <= drawn[:, None]
-            symbol = passed.sum(axis=1)
+            drawn = draws[:, place] * cumulative[:, -1]
+            symbol = (cumulative <= drawn[:, None]).sum(axis=1)
             # The product may have been rounded up to the total, which lies beyond the last symbol.
             symbol = np.minimum(symbol, self.symbols - 1)
             counts[rows, context, symbol] += 1
