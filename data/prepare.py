@@ -275,6 +275,5 @@ def _open(folder: Path) -> dict[str, Split]:
 def _check(path: Path, size: int, digest: str) -> None:
     """Raise ValueError if a file has changed since it was written with this size and hash."""
     # Hashing a file of many GB would delay each start. Its size shows at least that it is complete.
-    changed = path.stat().st_size != size
-    if changed or (size <= HASHED_BYTES and sha256(path) != digest):
+    if path.stat().st_size != size or (size <= HASHED_BYTES and sha256(path) != digest):
         raise ValueError(f"{path.name} has changed since it was written")

@@ -36,10 +36,8 @@ def with_parameters_of(encodings: Encodings, owners: Encodings) -> Encodings:
 
 def family_of(encodings: Encodings) -> str:
     """Name of the networks that read each other's weights without training: those of one family."""
-    families = []
-    for pe in dict.fromkeys(encodings):
-        learned = {"ssmax": ", SSMax", "head": ", a factor for each head"}.get(str(pe.temperature), "")
-        families.append(pe.family + learned)
+    learned = {"ssmax": ", SSMax", "head": ", a factor for each head"}
+    families = [pe.family + learned.get(str(pe.temperature), "") for pe in encodings]
     return ", ".join(dict.fromkeys(families))
 
 
