@@ -90,8 +90,7 @@ class Recall(Task):
         place_value = self.keys ** np.arange(self.key_len)
         key = number // place_value % self.keys  # its digits, [B, n, key_len]
         value = (value_draw * self.values).astype(np.int64).reshape(-1, n, self.value_len)
-        first_value = 1 + self.keys
-        return np.concatenate((1 + key, first_value + value), axis=2)
+        return np.concatenate((1 + key, 1 + self.keys + value), axis=2)
 
     def _queries(self, place_draw: np.ndarray, n: int, difficulty: str) -> np.ndarray:
         """Choose which items after the pairs are the `n` queries: ascending, int64 [B, n] or [n].
