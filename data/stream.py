@@ -68,13 +68,10 @@ class TextData(Data):
     def token_bytes(self) -> Tensor:
         """Bytes of each token. Those of the validation split add up to the bytes of its texts.
 
-        Where a tokenizer changes texts, such as to lower case, its tokens have a share of these bytes: float64.
+        Where a tokenizer changes texts, such as to lower case, its tokens have a share of these bytes.
         """
-        sizes = self.encoder.token_bytes
         val = self.prepared["val"]
-        if val.bytes != val.token_bytes:
-            return sizes.double() * (val.bytes / max(val.token_bytes, 1))
-        return sizes
+        return self.encoder.token_bytes.double() * (val.bytes / max(val.token_bytes, 1))
 
     def encode(self, text: str) -> list[int]:
         return self.encoder.encode([text])[0].tolist()
