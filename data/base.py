@@ -49,7 +49,7 @@ class Data(ABC):
 
     @property
     def token_bytes(self) -> Tensor | None:
-        """Bytes that each token stands for, float64 [vocab_size]: 0 for a special token. None where bytes mean nothing."""
+        """Bytes that each token stands for, float64 [vocab_size]: 0 for special ones. None: bytes mean nothing."""
         return None
 
     def prepare(self) -> None:
