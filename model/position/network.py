@@ -43,8 +43,7 @@ def family_of(encodings: Encodings) -> str:
 
 def max_len_of(encodings: Encodings) -> int | None:
     """Longest text, in tokens, that all layers are defined for; None: no limit."""
-    limits = [pe.max_len for pe in encodings if pe.max_len is not None]
-    return min(limits, default=None)
+    return min((pe.max_len for pe in encodings if pe.max_len is not None), default=None)
 
 
 def metrics_of(encodings: Encodings) -> dict[str, Tensor]:
