@@ -18,6 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from conf.schema import parse
 from docs import results
+from lab.board import tries
 from model import serialization
 from ropewalk.app.cli import composed, plain
 from ropewalk.app.init_from import train_values
@@ -125,12 +126,10 @@ def check_job(program, overrides):
     module = import_module(f"scripts.{program}")
     with composed(program, *overrides) as config:
         values = plain(config)
+        (argument,) = inspect.signature(module.main).parameters.values()
+        args = parse(argument.annotation, values)
         if program == "judge":  # its other keys are those of train.py
-            own = {key: values[key] for key in module.Arguments.model_fields}
-            module.configurations(parse(module.Arguments, own))
-        else:
-            (argument,) = inspect.signature(module.main).parameters.values()
-            parse(argument.annotation, values)
+            tries.configurations(args)
 
 
 COMMANDS = all_commands()
