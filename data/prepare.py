@@ -184,7 +184,8 @@ def _split(source: Source, val_fraction: float) -> tuple[np.ndarray, np.ndarray,
 def _documents(source: Source, chosen: np.ndarray, task: str) -> Iterable[tuple[str, bytes]]:
     """The id and the text of the chosen documents. A terminal shows a progress bar with the name of the task."""
     documents = itertools.compress(source.documents(), chosen)
-    return track(documents, task, chosen.sum(), console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    return track(documents, task, chosen.sum(), console=console, transient=True, disable=not console.is_terminal)
 
 
 def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fraction: float) -> None:
