@@ -76,7 +76,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     data = build_data(cfg.data)
     base = base_model(cfg.init_from)
     vocabulary = vocab_size(data, base)
-    data.prepare(progress=distributed.is_rank_zero())
+    data.prepare()
     identity = data.identity()
     if run.begun:
         check_identity(run.path, identity)

@@ -172,7 +172,7 @@ def _import_model(directory: RunDir, base: Options, fill: Callable[[GPT], Any], 
     data = build_data(cfg.data)
     net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size(data, base), train_len=cfg.train_len)
     fill(net)
-    data.prepare(progress=True)
+    data.prepare()
     identity = data.identity()
     with directory.lock():
         directory.create(identity | {"made_of": made_of}, data.tokenizer_files())

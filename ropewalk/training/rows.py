@@ -74,7 +74,8 @@ def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, size: Mappin
     """
     t = cfg.trainer
     print(f"run {cfg.name}: {t.max_steps} steps of {t.batch_size} x {cfg.train_len} tokens, processes: {world_size()}")
-    print(*data.describe(cfg.train_len), sep="\n")
+    for line in data.describe(cfg.train_len):
+        print(line)
     counts = "{total:,} parameters ({embedding:,} embedding, {position:,} position)".format_map(size["parameters"])
     print(f"model: {counts}, {size['flops_per_token'] / 1e6:.1f} MFLOP a token")
     print(f"position encoding: {cfg.pe['name']}", *cfg.pe.get("pattern", []))

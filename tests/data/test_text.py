@@ -14,6 +14,7 @@ from pyarrow import parquet
 
 from data import base as data
 from data.text import matching_files, read_files, stdlib_files
+from ropewalk import plugins
 
 
 def pieces_of(folder, content, document_bytes):
@@ -214,7 +215,7 @@ def test_a_bad_option_is_an_error_before_anything_is_written(rows, kind, options
 def test_every_option_stands_in_its_yaml_with_its_default(path):
     """A configuration file documents its class: no option is missing, none invented, none has another default."""
     values = data_options(path.stem)
-    cls = data.resolve(values.pop("_target_"))
+    cls = plugins.resolve(values.pop("_target_"), data.Data, "data", "data")
     defaults = {}
     for parameter in inspect.signature(cls).parameters.values():
         default = "???" if parameter.default is parameter.empty else parameter.default

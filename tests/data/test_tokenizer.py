@@ -268,12 +268,10 @@ def test_bits_per_byte_count_the_bytes_of_the_text(tmp_path, kind, changes, same
     n_bytes = sum(split.bytes for split in source.prepared.values())
     val = source.prepared["val"]
     stream = val.stream().astype(np.int64)
-    counted = source.token_bytes[stream].sum()
-    of_tokens = source.encoder.token_bytes[stream].sum()
 
     assert n_bytes == len("".join(texts).encode())
-    assert counted.item() == pytest.approx(val.bytes)
-    assert (of_tokens == val.bytes) == same
+    assert source.token_bytes[stream].sum().item() == pytest.approx(val.bytes)
+    assert (source.encoder.token_bytes[stream].sum() == val.bytes) == same
 
 
 def test_windows_and_prompts_begin_as_the_tokenizer_begins_texts(tmp_path):
