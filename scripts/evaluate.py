@@ -59,7 +59,7 @@ def main(args: Arguments) -> None:
         model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
         model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
         distributed.install_kernels(model.net.encodings, hardware)
-        model.data.prepare(progress=True)
+        model.data.prepare()
         check_identity(path, model.data.identity())
         asked = None if args.measures is None else [measure_of(args, measure) for measure in args.measures]
         measures = loop.plans(model.data, cfg, asked)

@@ -91,7 +91,7 @@ def drawn_run(run: str, args: Arguments) -> dict[str, Draw]:
     if args.text:
         ids = model.encode(Path(args.text).read_text(encoding="utf-8"))[: args.length]
     else:
-        model.data.prepare(progress=True)
+        model.data.prepare()
         ids = model.data.validation(args.length, args.length).batch(0, 1)[0][0]
 
     # A picture at the training length and one at all of the text.

@@ -168,7 +168,7 @@ def _run_of(cfg: Config, base: Options, fill: Callable[[GPT], Any], made_of: str
         data = build_data(cfg.data)
         net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size(data, base), train_len=cfg.train_len)
         fill(net)
-        data.prepare(progress=True)
+        data.prepare()
         identity = data.identity()
         with run.lock():
             run.create(identity | {"made_of": made_of}, data.tokenizer_files())
