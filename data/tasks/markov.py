@@ -62,8 +62,7 @@ class Markov(Generated):
         """The texts `indices` of a stream of random numbers, int64 [len(indices), length + 1]: inputs, last target."""
         needs = f"more than {self.reach} tokens with data.lag={self.lag} and data.order={self.order}"
         self.check_length(length, length > self.reach, needs)
-        n = len(indices)
-        rows = np.arange(n)
+        rows = np.arange(len(indices))
         (draws,) = uniforms(stream, indices, length + 1)
         (switch_draws,) = uniforms(f"{stream}/switch", indices, length + 1)
         anew = switch_draws < self.switch
@@ -72,7 +71,7 @@ class Markov(Generated):
         # before it, which is a Polya urn for each context: the same distribution of texts, without a gamma variable.
         # A chain drawn anew begins with empty urns.
         tokens = (draws * self.symbols).astype(np.int64)  # right for the first ones; the others are replaced
-        counts = np.zeros((n, self.symbols**self.order, self.symbols))
+        counts = np.zeros((len(indices), self.symbols**self.order, self.symbols))
         for place in range(self.reach, length + 1):
             counts[anew[:, place]] = 0
             context = self._context(tokens, place)
