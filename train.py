@@ -44,14 +44,11 @@ if TYPE_CHECKING:  # slow to import: `distributed.launch` does it, after the con
     from lightning.fabric import Fabric
 
 
-def train(cfg: Config) -> float:
+def train(cfg: Config) -> None:
     """Train, evaluate and report the run that `cfg` describes, or resume it at whatever stage it was interrupted.
 
     Args:
         cfg: as `configure` returns it.
-
-    Returns:
-        The number that a sweep may minimise: see `results.objective`.
 
     Raises:
         ValueError, OSError: with the remedy. Mistakes of a user are found before the run directory is touched.
@@ -60,8 +57,7 @@ def train(cfg: Config) -> float:
     cfg, hardware = for_this_machine(cfg)
     tune(hardware.device, deterministic=cfg.trainer.deterministic)
     with distributed.launch(cfg.trainer, hardware) as fabric:
-        run = train_on(fabric, cfg, hardware)
-        return show_results(run)
+        show_results(train_on(fabric, cfg, hardware))
 
 
 def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
@@ -69,7 +65,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     run = RunDir(cfg)
     run.check()
     if run.complete and loop.is_measured(run.path, cfg):
-        print(f"{run.path} is complete and measured so; overwrite=true trains it again")
+        print(f"{run.path} is complete and measured so")
         return run
 
     # The vocabularies are compared before tokenising, which may take hours.
@@ -154,7 +150,7 @@ class Training:
         """
         cfg = self.cfg
         progress = checkpoints.Progress()
-        if distributed.on_rank_zero(lambda: run.begun):  # else a new run, or one in place of the old
+        if distributed.on_rank_zero(lambda: run.begun):
             progress = checkpoints.resume(run.checkpoints, self.net, self.optimizer)
             rows.check_rows(run, progress)
             print(f"continuing {run.path} after step {progress.step}")
@@ -315,5 +311,5 @@ class Training:
         )
 
 
-def main(composed: DictConfig) -> float:
-    return train(configure(composed))
+def main(composed: DictConfig) -> None:
+    train(configure(composed))

@@ -9,9 +9,7 @@ page is written anew, from all verdicts beside it.
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    from start import run
-
-    run("scripts.enter")
+    import start as start  # runs this program
 
 from lab.board import board
 from ropewalk.app.cli import program

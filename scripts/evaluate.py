@@ -12,9 +12,7 @@ run of its own, of 0 steps: python train.py init_from=RUN trainer.max_steps=0 da
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    from start import run
-
-    run("scripts.evaluate")
+    import start as start  # runs this program
 
 from typing import Any
 

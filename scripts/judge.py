@@ -11,9 +11,7 @@ lab/board/judge.py. Exit code: 0 better, 3 not separated, 4 worse; others as of 
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    from start import run
-
-    run("scripts.judge")
+    import start as start  # runs this program
 
 from lab.board import tries
 from ropewalk.app.cli import program

@@ -55,7 +55,8 @@ NO_OVERRIDES = ("-m", "\\", "--cfg", "job", "...")
 FENCED = re.compile(r"^```(?:sh|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?<=\n\n)    (?:python|pip|bash|make) .*\n(?:    .*\n)*")
 # Makes bash write down what it would call.
-RECORD = r"""exec 3>&1 >/dev/null; command_not_found_handle() { printf '%s\n' "$@" '' >&3; }; PATH=/nowhere; """
+RECORD = r"""exec 3>&1 >/dev/null; command_not_found_handle() { printf '%s\n' "$@" '' >&3; }; PATH=/nowhere
+SLURM_ARRAY_TASK_ID=1; """
 
 
 def without_code(text):

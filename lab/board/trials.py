@@ -13,7 +13,7 @@ from model.position.base import PositionEncoding
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import for_this_machine, resolve, resolve_encoding, with_variants
 from ropewalk.app.run_dir import FREE, RunDir
-from ropewalk.app.side_by_side import train_all
+from ropewalk.app.sweep import train_all
 from ropewalk.evaluation.measures.lengths import length_settings
 from ropewalk.evaluation.results import Row, load_all, main_rows
 

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel, Field, model_validator
 
 from ropewalk.app.run_dir import read_file
-from ropewalk.evaluation.statistics import Sample, by_document, estimate
+from ropewalk.evaluation.statistics import Sample, by_document
 from ropewalk.files import write_text
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
@@ -229,19 +229,3 @@ def main_rows(evaluations: Iterable[Evaluation], kind: str, settings: Mapping[st
                 main, *_ = e.rows_of(m)
                 rows[main["part"], main["length"]] = main
     return rows
-
-
-def objective(evaluations: Sequence[Evaluation]) -> float:
-    """Return the number that a sweep may minimise: the loss or error of the final weights at the longest length.
-
-    The encoding reads at its largest scale. Difficulties of a task are averaged. Infinity if the training diverged.
-    """
-    of_lengths = [e for e in evaluations if e.kind == "lengths"]
-    last = max((e for e in of_lengths if not e.variant.zero_shot), key=lambda e: e.step)
-    # The same encoding at each of its scales; variants have other options, and reruns may have had other texts.
-    settings = (last.step, last.eval, last.variant.pe)
-    at_scales = [e for e in of_lengths if e.measured and (e.step, e.eval, e.variant.pe) == settings]
-    rows = main_rows([max(at_scales, key=lambda e: e.variant.scale)], "lengths", {})
-    longest = {part: row for (part, _), row in sorted(rows.items(), key=lambda item: item[1]["length"])}
-    mean = float(np.mean([estimate(row["sample"]).value for row in longest.values()]))
-    return math.inf if math.isnan(mean) else mean

@@ -23,6 +23,8 @@ from ropewalk.training.hardware import Hardware
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
+SHARDS = "tensor_parallel"  # Fabric's name for the ranks that share one copy of the model
+
 
 class Ranks:
     """The processes of a run, as one of them sees them.
@@ -91,6 +93,8 @@ def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
     if hardware.precision == "bf16-mixed":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
         whole.update(p for p in net.parameters() if p.ndim < 2)
+    if mesh.size(0) == 1:  # one copy: nothing is reduced over copies
+        mesh = mesh[SHARDS]
     for module in (*net.blocks, net):
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
     net.materialise(hardware.device)  # so no rank ever holds more than its shards

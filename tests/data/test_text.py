@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from data import base as data
-from data.text import matching_files, read_files
+from data.text import matching_files, read_files, stdlib_files
 from ropewalk import plugins
 
 
@@ -172,6 +172,14 @@ def test_local_files_of_either_type_of_text_give_their_rows_and_are_prepared_onc
 
     assert sorted(texts) == sorted(TEXTS)
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
+
+
+def test_code_is_the_source_of_the_standard_library_without_its_tests():
+    names = {name for name, _ in stdlib_files()}
+
+    assert {"argparse.py", "json/decoder.py"} <= names
+    assert all(name.endswith(".py") for name in names)
+    assert not {"test", "encodings"} & {name.partition("/")[0] for name in names}
 
 
 NO_TEXT = r"no column of text in parquet: it has text \(string\), number \(int64\)"
