@@ -86,7 +86,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     training = Training(fabric, cfg, hardware, data, net)
     net.init_weights(cfg.seed, assign)
 
-    rows.describe(cfg, data, training.hardware, size)
+    rows.describe(cfg, net, data, training.hardware, size)
     logger = loggers.Tracker(run, size)
 
     with run.lock():

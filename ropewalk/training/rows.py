@@ -6,6 +6,7 @@ from typing import Any
 from conf.schema import Config
 from data.base import Data
 from model.gpt import GPT
+from model.position.base import Scaled
 from model.position.network import metrics_of
 from ropewalk.app.run_dir import RunDir, read_metrics, read_training
 from ropewalk.training.checkpoints import Progress
@@ -61,14 +62,15 @@ def check_rows(run: RunDir, progress: Progress) -> None:
         raise ValueError(f"checkpoints or rows are missing: metrics.jsonl {problem}: {remedy}")
 
 
-def describe(cfg: Config, data: Data, hardware: Hardware, size: Mapping[str, Any]) -> None:
+def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, size: Mapping[str, Any]) -> None:
     """Print a summary of a run that is about to start.
 
     Args:
         cfg: its configuration.
+        net: its network.
         data: its data, prepared.
         hardware: its device and precision.
-        size: the counts of its network, as in training.json.
+        size: the counts of `net`, as in training.json.
     """
     t = cfg.trainer
     print(f"run {cfg.name}: {t.max_steps} steps of {t.batch_size} x {cfg.train_len} tokens, processes: {world_size()}")
@@ -77,6 +79,10 @@ def describe(cfg: Config, data: Data, hardware: Hardware, size: Mapping[str, Any
     counts = "{total:,} parameters ({embedding:,} embedding, {position:,} position)".format_map(size["parameters"])
     print(f"model: {counts}, {size['flops_per_token'] / 1e6:.1f} MFLOP a token")
     print(f"position encoding: {cfg.pe['name']}", *cfg.pe.get("pattern", []))
+    # Encodings of a pattern may differ only in their window, and then describe their scaling alike: print it once.
+    descriptions = [line for pe in net.distinct_encodings if isinstance(pe, Scaled) for line in pe.describe()]
+    for line in dict.fromkeys(descriptions):
+        print(line)
     used = f"compile {hardware.compile}, kernels {hardware.kernels}".lower()
     print(f"device {hardware.device}, precision {hardware.precision}, {used}")
 
