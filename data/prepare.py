@@ -196,7 +196,8 @@ def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fracti
     seen: set[bytes] = set()
     manifest: dict[str, Any] = {"tokenizer": {"name": tokenizer.name, "hash": tokenizer.hash}}
     for name, chosen in (("val", for_val), ("train", ~for_val)):
-        manifest[name] = _write_split(folder, name, _documents(source, chosen, f"tokenising {name}"), tokenizer, seen)
+        documents = _documents(source, chosen, f"tokenising {name}")
+        manifest[name] = _write_split(folder, name, documents, tokenizer, seen)
     n_val = manifest["val"]["documents"]
     n_train = manifest["train"]["documents"]
     if not n_val or not n_train:

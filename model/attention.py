@@ -60,7 +60,8 @@ class Context:
         # If scores are proportional to q, scaling q scales them. Other encodings call `tempered` themselves.
         if pe.linear_in_q:
             q = ctx.tempered(q)
-        return pe.attend(q, k.transpose(1, 2), v.transpose(1, 2), state, ctx).transpose(1, 2)
+        heads = pe.attend(q, k.transpose(1, 2), v.transpose(1, 2), state, ctx)  # [B, H, T, D]
+        return heads.transpose(1, 2)
 
     def earlier(self, owner: Hashable, x: Tensor, n: int) -> list[Tensor]:
         """`x` [B, T, C] of each token and of the 1 to `n` tokens before it: n + 1 tensors [B, T, C].

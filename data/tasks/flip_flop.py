@@ -46,7 +46,8 @@ class FlipFlop(Task):
         # A read has the bit of the last write before it.
         written = ZERO + (bit_draw < 0.5)
         pair = np.arange(length // 2)
-        last_write = np.maximum.accumulate(np.where(instruction == WRITE, pair, 0), axis=1)  # up to each pair
+        write = np.where(instruction == WRITE, pair, 0)
+        last_write = np.maximum.accumulate(write, axis=1)  # up to each pair
         memory = np.take_along_axis(written, last_write, axis=1)
         is_read = instruction == READ
         bit = np.where(is_read, memory, written)
