@@ -87,12 +87,12 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     net.init_weights(cfg.seed, assign)
 
     rows.describe(cfg, net, data, training.hardware, size)
+    training.rehearse()
     logger = loggers.Tracker(run, size)
 
     with run.lock():
         # All that may be missing or damaged is read before anything is written: an error leaves the run as it is.
         progress = training.start(run, base)
-        training.rehearse()
         run.create(identity, data.tokenizer_files())
         run.truncate_metrics(progress.step)
         checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
