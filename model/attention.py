@@ -224,8 +224,9 @@ def in_blocks(
         stop = min(n_queries, start + BLOCK)
         # The oldest visible key is the farthest in the window of the first query; the newest is the last query's own.
         low = 0 if ctx.window is None else max(0, past + start + 1 - ctx.window)
+        end = past + stop
         block_queries = [x[:, :, start:stop] for x in queries]
-        block_keys = [x[:, :, low : past + stop] for x in keys]
+        block_keys = [x[:, :, low:end] for x in keys]
         out.append(function(*block_queries, *block_keys, ctx.block(start, stop, low)))
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 

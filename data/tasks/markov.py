@@ -110,7 +110,8 @@ class Markov(Generated):
 
         places = np.arange(self.reach, tokens.shape[1])
         contexts = self._context(tokens, places)  # [B, T + 1 - reach]
-        pairs = contexts * self.symbols + tokens[:, self.reach :]
+        symbols = tokens[:, self.reach :]
+        pairs = contexts * self.symbols + symbols
 
         # The first symbols have no context, and all of them are equally probable.
         losses = np.full(y.shape, math.log(self.symbols))
@@ -122,11 +123,13 @@ class Markov(Generated):
                 decided[block] = self._losses_with_switches(contexts[block], pairs[block])
         else:
             decided[:] = -self._log_posterior_mean(equal_before(pairs), equal_before(contexts))
-        return torch.from_numpy(losses) * (y != IGNORE_INDEX)
+        is_scored = y != IGNORE_INDEX
+        return torch.from_numpy(losses) * is_scored
 
     def _log_posterior_mean(self, n_pair: np.ndarray, n_context: np.ndarray) -> np.ndarray:
         """Log-probability of a symbol that followed a context `n_pair` of `n_context` times."""
-        return np.log((n_pair + self.alpha) / (n_context + self.symbols * self.alpha))
+        probability = (n_pair + self.alpha) / (n_context + self.symbols * self.alpha)
+        return np.log(probability)
 
     def _losses_with_switches(self, contexts: np.ndarray, pairs: np.ndarray) -> np.ndarray:
         """Nats of each symbol, [B, N], by the forward algorithm over the place where the chain was drawn last.
@@ -203,7 +206,8 @@ def inputs_and_targets(tokens: np.ndarray) -> tuple[Tensor, Tensor]:
 
 def sums_from(values: np.ndarray) -> np.ndarray:
     """Sum of each entry and those to the right of it, [B, N]."""
-    return values[:, ::-1].cumsum(axis=1)[:, ::-1]
+    from_the_right = values[:, ::-1].cumsum(axis=1)
+    return from_the_right[:, ::-1]
 
 
 def equal_before(values: np.ndarray) -> np.ndarray:

@@ -43,7 +43,8 @@ def family_of(encodings: Encodings) -> str:
 
 def max_len_of(encodings: Encodings) -> int | None:
     """Longest text, in tokens, that all layers are defined for; None: no limit."""
-    return min((pe.max_len for pe in encodings if pe.max_len is not None), default=None)
+    limits = [pe.max_len for pe in encodings if pe.max_len is not None]
+    return min(limits, default=None)
 
 
 def metrics_of(encodings: Encodings) -> dict[str, Tensor]:

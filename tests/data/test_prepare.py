@@ -59,9 +59,8 @@ def test_tokens_have_the_bytes_of_the_text_and_a_type_that_holds_them(corpus, tm
 
 def test_a_moved_corpus_is_the_same_data_and_a_changed_one_is_not(corpus, source, tmp_path):
     cache = tmp_path / "cache"
-    moved = shutil.copytree(corpus, tmp_path / "elsewhere")
 
-    assert prepared(moved, cache).identity() == source.identity()
+    assert prepared(shutil.copytree(corpus, tmp_path / "elsewhere"), cache).identity() == source.identity()
 
     (corpus / "part1" / "new.txt").write_text("a new document")
     more = prepared(corpus, cache)
