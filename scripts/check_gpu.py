@@ -10,7 +10,9 @@ TRITON_INTERPRET=1 python scripts/check_gpu.py device=cpu "encodings=[t5]" "leng
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    import start as start  # runs this program
+    from start import run
+
+    run("scripts.check_gpu")
 
 from lab.benchmarks import Options
 from lab.benchmarks.exactness import check

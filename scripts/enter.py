@@ -9,7 +9,9 @@ page is written anew, from all verdicts beside it.
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    import start as start  # runs this program
+    from start import run
+
+    run("scripts.enter")
 
 from lab.board import board
 from ropewalk.app.cli import program

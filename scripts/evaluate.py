@@ -12,7 +12,9 @@ run of its own, of 0 steps: python train.py init_from=RUN trainer.max_steps=0 da
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    import start as start  # runs this program
+    from start import run
+
+    run("scripts.evaluate")
 
 from typing import Any
 

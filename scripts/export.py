@@ -4,7 +4,9 @@ python scripts/export.py run=runs/rope-code out=rope-code-hf
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    import start as start  # runs this program
+    from start import run
+
+    run("scripts.export")
 
 from functools import partial
 from typing import Any

@@ -11,7 +11,9 @@ lab/board/judge.py. Exit code: 0 better, 3 not separated, 4 worse; others as of 
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    import start as start  # runs this program
+    from start import run
+
+    run("scripts.judge")
 
 from lab.board import tries
 from ropewalk.app.cli import program

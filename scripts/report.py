@@ -12,7 +12,9 @@ python scripts/report.py out=gain.pdf 'only=[rope-*,kerple-*]'          the firs
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    import start as start  # runs this program
+    from start import run
+
+    run("scripts.report")
 
 import re
 import sys

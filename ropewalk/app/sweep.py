@@ -24,7 +24,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from conf.schema import Config, ConfigError
-from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, explain, plain
+from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, plain
+from ropewalk.app.explain import explain
 from ropewalk.app.init_from import merged, train_values
 from ropewalk.app.resolve import for_this_machine, resolve
 from ropewalk.app.run_dir import RunDir

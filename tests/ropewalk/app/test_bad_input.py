@@ -8,7 +8,7 @@ import yaml
 from conftest import ROOT, snapshot
 
 import train as program
-from ropewalk.app.cli import CONF_DIR, described
+from ropewalk.app.explain import CONF_DIR, described
 from ropewalk.app.init_from import train_values
 
 UNSAID = {"_target_", "defaults", "experiment"}
