@@ -3,9 +3,10 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
-from conftest import build_pe, layer_gradients, normal, variables
+from conftest import attend, build_pe, layer_gradients, normal, variables
 from definitions import PAST, D, T, assert_is_defined_by, dot, frequencies, inputs, turned
 
 from model.position.cope import cope_attention
@@ -134,3 +135,17 @@ def test_a_gate_gets_a_gradient_at_a_whole_position():
     slope = (loss(k + 1e-6 * towards) - loss(k)) / 1e-6
 
     torch.testing.assert_close((grad * towards).sum(), slope, rtol=1e-4, atol=0)
+
+
+def test_the_share_of_clamped_positions_is_that_of_evaluations():
+    pe = build_pe("cope", npos_max=5)
+    q = torch.zeros(1, 4, 64, 16)
+    k, v = normal((1, 4, 64, 16), (1, 4, 64, 16))
+    attend(pe.train(), q, k, v)
+    assert pe.metrics() == {}
+
+    attend(pe.eval(), q, k, v)
+
+    # All gates are 1/2, so that positions are half of what is counted: the last one is reached 7 tokens back.
+    clamped = [distance >= 7 for i in range(64) for distance in range(i + 1)]
+    assert float(pe.metrics()["clamped_share"]) == pytest.approx(np.mean(clamped))
