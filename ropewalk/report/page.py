@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 
@@ -26,13 +25,7 @@ PAGE = "report.html"
 WIDTH = 100  # columns of a terminal
 COSTS = {"parameters": "parameters", "tokens_per_s": "tokens/s", "peak_memory_mb": "MB at most"}
 AS_GAINS = ("far_copies", "key_tokens")  # measures whose losses are only shown as the gain over the cut text
-
-
-class Grid(NamedTuple):
-    """A table of text. Its index are the names of its rows."""
-
-    title: str
-    cells: pd.DataFrame
+Grid = tuple[str, pd.DataFrame]  # a title, and a table of text whose index are the names of its rows
 
 
 def html(runs: Runs, reference: str = "rope") -> str:
@@ -43,27 +36,26 @@ def html(runs: Runs, reference: str = "rope") -> str:
 
     table = results(runs, reference)
     curves = frame.curves(runs)
-    sections = []
-    for title in titles(runs):
-        of_title = table[table.section == title]
+    shown = []
+    for title, of_title in sections(runs, table):
         figures = drawn(of_title, curves[curves.section == title], reference)
-        sections.append({"title": title, "answer": answer(of_title), "figures": figures, "grids": grids(of_title)})
+        shown.append({"title": title, "answer": answer(of_title), "figures": figures, "grids": grids(of_title)})
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     return environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")).render(
         title=runs.runs["name"].iloc[0] if len(runs.runs) == 1 else "Which position encoding, and how far?",
         summary=f"Runs: {len(runs.runs):,}; left out: {len(runs.left_out):,}.",
-        sections=sections,
+        sections=shown,
         what_was_run=what_was_run(runs, table),
-        light=plot.LIGHT.style(),
-        dark=plot.DARK.style(),
+        light=plot.style(plot.LIGHT),
+        dark=plot.style(plot.DARK),
     )
 
 
-def titles(runs: Runs) -> list[str]:
-    """Return the sections, those with most runs first."""
-    return runs.runs.section.value_counts().index.tolist()
+def sections(runs: Runs, table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Return the title and the rows of each section, those with most runs first."""
+    return [(title, table[table.section == title]) for title in runs.runs.section.value_counts().index]
 
 
 def drawn(table: pd.DataFrame, curves: pd.DataFrame, reference: str) -> list[tuple[str, str]]:
@@ -153,7 +145,7 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
             of_seeds = rows.drop_duplicates("line").set_index("line")
             columns["seeds that learned it"] = of_seeds.learned.astype(str) + " of " + of_seeds.seeds.astype(str)
         result.append(_grid(title, rows, columns))
-    return [grid for grid in result if grid.cells.size]
+    return [(title, cells) for title, cells in result if cells.size]
 
 
 def _cells(rows: pd.DataFrame, column: str, sign: str = "") -> pd.Series:
@@ -170,7 +162,7 @@ def _grid(title: str, rows: pd.DataFrame, columns: Mapping[str, pd.Series]) -> G
     lines = sorted(rows.line.unique(), key=lambda line: line != BEST_POSSIBLE)
     cells = pd.DataFrame(columns, index=lines, dtype=object).fillna("")
     is_full = cells != ""
-    return Grid(title, cells.loc[is_full.any(axis=1), is_full.any()])
+    return title, cells.loc[is_full.any(axis=1), is_full.any()]
 
 
 def what_was_run(runs: Runs, table: pd.DataFrame) -> list[Grid]:
@@ -179,25 +171,19 @@ def what_was_run(runs: Runs, table: pd.DataFrame) -> list[Grid]:
     left_out = pd.DataFrame(runs.left_out, columns=["run", "why"]).set_index("run")
     # The first column is narrow on a phone, so the commit leads: its first digits name it.
     return [
-        Grid("Commands that made the numbers", commands.set_index(commands.commit.str[:10])),
-        Grid("Left out: broken, not finished, or there twice", left_out),
+        ("Commands that made the numbers", commands.set_index(commands.commit.str[:10])),
+        ("Left out: broken, not finished, or there twice", left_out),
     ]
 
 
 def markdown(runs: Runs, reference: str = "rope") -> str:
     """Return the same words and tables, without figures."""
-    table = results(runs, reference)
     lines = []
-    for title in titles(runs):
-        of_title = table[table.section == title]
-        lines += [f"## {escaped(title)}", "", *[f"- {escaped(sentence)}" for sentence in answer(of_title)], ""]
-        for grid in grids(of_title):
-            lines += [
-                f"{escaped(grid.title)}.",
-                "",
-                *markdown_table(["", *grid.cells], list(grid.cells.itertuples(name=None))),
-                "",
-            ]
+    for title, table in sections(runs, results(runs, reference)):
+        lines += [f"## {escaped(title)}", "", *[f"- {escaped(sentence)}" for sentence in answer(table)], ""]
+        for heading, cells in grids(table):
+            rows = list(cells.itertuples(name=None))
+            lines += [f"{escaped(heading)}.", "", *markdown_table(["", *cells], rows), ""]
     return "\n".join(lines)
 
 
@@ -235,8 +221,8 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
         # That by position has a row for each of many positions, and the answer is not made of it.
         others = table[table.measure != "by_position"]
         shown = grids(table if others.empty else others)
-    for grid in shown:
-        print(printable(f"{run.name}: {grid.title}\n{grid.cells.T.to_string(line_width=WIDTH)}\n"))
+    for title, cells in shown:
+        print(printable(f"{run.name}: {title}\n{cells.T.to_string(line_width=WIDTH)}\n"))
     print(*map(printable, answer(table)), sep="\n")
 
 
