@@ -40,7 +40,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
     if arguments:
         name, *folders = arguments
         gathered = frame.load(folders)
-        write(archive(name, root), gathered.runs, gathered.configs, gathered.results)
+        write(archive(name, root), gathered.runs, gathered.results)
     for name, write_table in ARCHIVES.items():
         if not archive(name, root).is_file():
             continue  # its runs are not done

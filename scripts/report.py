@@ -64,7 +64,7 @@ def main(args: Arguments) -> None:
             return
         write_text(out, text)
     elif kind == "jsonl.gz":
-        archive.write(out, runs.runs, runs.configs, runs.results)
+        archive.write(out, runs.runs, runs.results)
     elif kind == "html":
         write_text(out, page.html(runs, args.reference))
     else:

@@ -210,7 +210,7 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
         only: print only results with the same measure and settings as these.
     """
     runs = frame.load(run)
-    for config in runs.configs.values():
+    for config in runs.runs.config:
         config["eval.tolerance"] = cfg.eval.tolerance
     table = results(runs)
     shown = grids(table)[:1]

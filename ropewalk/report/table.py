@@ -120,7 +120,7 @@ class Measure:
         first = rows.iloc[0]
         self.is_task = first.quantity == "error"
         self.sign = 1 if LOWER_IS_BETTER[first.quantity] else -1
-        config = runs.configs[first.path]
+        config = runs.runs.config[first.path]
         self.common: Row = {name: first[name] for name in ("section", "quantity", "unit", "eval", "texts")}
         self.common |= {
             "data": config["data.name"],
@@ -297,7 +297,7 @@ def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> dict[str, Row]:
 
 def _most_usual(lines: pd.DataFrame, runs: Runs) -> Any:
     """Return the line that has most of the settings which are the most frequent among some lines."""
-    settings = pd.DataFrame([compared(runs.configs[path]) for path in lines.path], lines.index).map(str)
+    settings = pd.DataFrame([compared(config) for config in runs.runs.config[lines.path]], lines.index).map(str)
     return settings.eq(settings.mode().iloc[0]).sum(axis=1).idxmax()
 
 
