@@ -144,9 +144,8 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
         runs, repeated = _grouped(pd.DataFrame(read.runs), read.results)
         read.left_out += repeated
     if read.results:
-        results = _with_lines(pd.DataFrame(read.results), runs).reindex(columns=RESULT_COLUMNS)
-        results[PROVENANCE] = results[PROVENANCE].fillna("").astype(str)  # what older files do not say
-    return Runs(runs[RUN_COLUMNS], results[RESULT_COLUMNS], sorted(read.left_out))
+        results = _with_lines(pd.DataFrame(read.results), runs)
+    return Runs(runs, results, sorted(read.left_out))
 
 
 def curves(runs: Runs) -> pd.DataFrame:
@@ -262,7 +261,7 @@ def _grouped(
         groups["label"] = _labels(groups, differences)
         for column in ("label", "settings"):
             runs.loc[of_section.index, column] = of_section.group.map(groups[column])
-    return runs, reasons
+    return runs[RUN_COLUMNS], reasons
 
 
 def compared(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,6 +322,7 @@ def _labels(groups: pd.DataFrame, differences: Sequence[Mapping[str, Any]]) -> p
 def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     """Return the results of the runs that are kept, with `section`, `group`, `reading` and `line`."""
     rows = rows.join(runs[["section", "group", "label"]], on="path", how="inner")
+    rows[PROVENANCE] = rows.reindex(columns=PROVENANCE).fillna("").astype(str)  # older files lack some
     # Results of earlier steps, measured during training or before a run was extended, are lines of their own.
     rows["last"] = rows.step == rows.groupby("path").step.transform("max")
     rows["group"] += rows.step.where(~rows["last"], "").astype(str)
@@ -340,7 +340,7 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
             rows.loc[reading.index, "reading"] = in_words(name, differs)
     of_label = rows.label + " " + rows.reading
     rows["line"] = of_label.mask(rows.is_start, START + rows.label + rows.reading.str.removeprefix(BEFORE)).str.strip()
-    return rows
+    return rows[RESULT_COLUMNS]
 
 
 def _reading(row: Any) -> str:
