@@ -19,7 +19,7 @@ from ropewalk.files import printable, write_text
 from ropewalk.report import frame
 from ropewalk.report.answer import amount, answer, far_text, percent
 from ropewalk.report.frame import PROVENANCE, Runs
-from ropewalk.report.table import BEST_POSSIBLE, LEARNED, losses_of_text, over_seeds, results
+from ropewalk.report.table import BEST_POSSIBLE, LEARNED, interval, losses_of_text, over_seeds, results
 
 PAGE = "report.html"
 WIDTH = 100  # columns of a terminal
@@ -105,7 +105,7 @@ def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
     if not lines.lead.equals(lines.gain):  # of one run the reference is the run
         columns[f"over {' or '.join(sorted(set(lines.reference)))} on the cut text"] = _cells(last, "lead", "+")
     columns[f"loss at {longest:,}"] = _cells(last, "value")
-    shares = zip(last.share, last.share_low, last.share_high, strict=True)
+    shares = last[interval("share")].itertuples(index=False)
     columns["% of the possible"] = pd.Series([percent(*share) for share in shares], last.index)
     for (measure, quantity, _), rows in far_text(table).groupby(["measure", "quantity", "eval"]):
         words = f"{measure.replace('_', ' ')}: {quantity} from far text"
@@ -150,9 +150,8 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
 
 def _cells(rows: pd.DataFrame, column: str, sign: str = "") -> pd.Series:
     """Return a column's numbers with their intervals in words, by line."""
-    low, high = ("low", "high") if column == "value" else (f"{column}_low", f"{column}_high")
     digits = 3 if rows.unit.str.contains("bit").all() else 1
-    numbers = zip(rows[column], rows[low], rows[high], strict=True)
+    numbers = rows[interval(column)].itertuples(index=False)
     return pd.Series([amount(*of_line, sign, digits) for of_line in numbers], rows.line.tolist())
 
 

@@ -27,7 +27,7 @@ from scipy.optimize import isotonic_regression
 
 from ropewalk.files import printable
 from ropewalk.report.frame import START
-from ropewalk.report.table import BEST_POSSIBLE, losses_of_text, over_seeds
+from ropewalk.report.table import BEST_POSSIBLE, interval, losses_of_text, over_seeds
 
 
 # Colours for a light and for a dark background, by their names in a style sheet. Any two lines, the ink and the grey are at
@@ -124,7 +124,7 @@ def gain(
 
     # On the axis gains can be told apart: neither a failure nor the best possible may squeeze them, nor an interval.
     # The best line of the longest text is on it in any case, with its intervals.
-    points = rows[["line", "seed", "length", column, f"{column}_low", f"{column}_high"]].set_axis(POINT, axis=1)
+    points = rows[["line", "seed", "length", *interval(column)]].set_axis(POINT, axis=1)
     means = over_seeds(points)
     gains = means[means.line != BEST_POSSIBLE]
     last = gains[gains.x == gains.x.max()]
