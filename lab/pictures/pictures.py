@@ -166,8 +166,8 @@ def draw_turns(name: str, pe: Rotary, length: int, ax: Axes) -> None:
     scaled = turns(pe, length, scaled=True)
     pairs = range(len(seen))
     ax.set_yscale("log")
-    ax.plot(pairs, plain, "o", markersize=4.5, markerfacecolor="none", color=LIGHT["muted"])
-    ax.plot(pairs, seen, "o", markersize=4.5, color=LIGHT["grey"])
+    ax.plot(pairs, plain, "o", markersize=4.5, markerfacecolor="none", color=LIGHT.muted)
+    ax.plot(pairs, seen, "o", markersize=4.5, color=LIGHT.grey)
     note = f"grey: in {pe.train_len:,} tokens, rings: in {length:,}"
     new = f"{new_angles(seen, plain)} meet new angles"
     if not torch.equal(plain, scaled):
@@ -178,7 +178,7 @@ def draw_turns(name: str, pe: Rotary, length: int, ax: Axes) -> None:
     ax.set_ylim(lowest, float(plain.max()) * 2)
     ax.yaxis.set_minor_locator(NullLocator())
     # Below one turn a pair has not seen all of its angles.
-    ax.axhspan(lowest, 1, color=LIGHT["grid"], alpha=0.5, zorder=0)
+    ax.axhspan(lowest, 1, color=LIGHT.grid, alpha=0.5, zorder=0)
     whole = int((seen >= 1).sum())
     titled(ax, f"{name}: turns by pair of channels", f"{note}; {whole} of {len(seen)} turn in training, {new}")
 
@@ -218,15 +218,15 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], length
     colours = iter(LINES)
     names = []
     for line in _score_lines(name, parts, distances):
-        colour = LIGHT["grey"] if line.is_base else next(colours)
+        colour = LIGHT.grey if line.is_base else next(colours)
         # What is lower weighs nothing, and leaves the axis.
         y = line.y.clamp(min=1.1 * LOWEST)
         ax.plot(distances, y, color=colour, linewidth=1.2 if line.is_base else 1.6)
         names.append((line.label, max(float(y[-1]), LOWEST), length - 1, colour))
-    ax.axvline(parts[0][1].train_len, color=LIGHT["muted"], linewidth=0.8, linestyle=(0, (1, 2)))
+    ax.axvline(parts[0][1].train_len, color=LIGHT.muted, linewidth=0.8, linestyle=(0, (1, 2)))
     ax.set_ylim(LOWEST, 0.3)
     ax.set_xlim(0, length)
-    ax.set_xlabel("distance in tokens; dotted: the training length", color=LIGHT["muted"])
+    ax.set_xlabel("distance in tokens; dotted: the training length", color=LIGHT.muted)
     titled(ax, name, "ln of a key's weight against the largest, by its distance")
     name_ends(ax, names)
 
@@ -295,7 +295,7 @@ def heat_map(ax: Axes, rows: Mapping[str, Tensor], columns: Sequence[str]) -> No
             look = {"facecolor": LINES[0], "alpha": min(1.0, 0.75 * share), "linewidth": 0}
             ax.add_patch(Rectangle((column + 0.02, number + 0.02), 0.96, 0.96, **look))
             words = f"{100 * share:.0f}"
-            ax.text(column + 0.5, number + 0.5, words, ha="center", va="center", color=LIGHT["ink"], fontsize=8)
+            ax.text(column + 0.5, number + 0.5, words, ha="center", va="center", color=LIGHT.ink, fontsize=8)
     ax.set_xlim(0, len(columns))
     ax.set_ylim(len(rows), 0)
     ax.set_xticks(np.arange(len(columns)) + 0.5, columns)

@@ -146,7 +146,6 @@ class Tracker:
         runs = frame.load(self.run.path)
         table = results(runs)
         metrics = summary_metrics(table)
-        metrics |= {f"parameters/{name}": count for name, count in self.config["parameters"].items()}
         if kind == "wandb":
             tracker.publish(runs, table, metrics)
             return

@@ -21,7 +21,6 @@ from ropewalk.evaluation.statistics import Sample, by_document, estimate, groupi
 from ropewalk.files import write_text
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
-Kind = Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,60}$")]  # "lengths", or of a measure of the user's own
 # The quantities. A longer reach is no merit by itself; it comes first in a table.
 LOWER_IS_BETTER = {"loss": True, "error": True, "found": False, "gain": False, "share": False}
 
@@ -121,7 +120,8 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     """One results file."""
 
     version: Literal[3] = 3
-    kind: Kind
+    # "lengths", or of a measure of the user's own.
+    kind: str = Field(pattern="^[a-z][a-z0-9_]{0,60}$")
     run: str
     run_id: str
     # Of the training.

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -81,17 +81,9 @@ class _Read:
         """Read a run directory."""
         run = _run(path)
         self.runs.append(run)
-        if not run["done"]:
-            self.left_out.append((run["path"], "not finished"))
         for file in sorted(refuse_link(path / "evals").glob("*.json")):
             with self.attempt(file):
                 self.add_results(_results(file, run))
-
-    def add_archive(self, path: Path, is_chosen: Callable[[str], bool]) -> None:
-        """Read a file of many runs."""
-        rows = [row for row in archive.read(path) if is_chosen(row[0]["name"])]
-        self.add_results([row for _, row in rows])
-        self.runs += {run["path"]: run for run, _ in rows}.values()
 
     def add_results(self, rows: Sequence[dict[str, Any]]) -> None:
         """Add rows.
@@ -135,8 +127,11 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
                 read.add_run(path)
     for path in archives:
         with read.attempt(path):
-            read.add_archive(path, is_chosen)
+            rows = [(run, row) for run, row in archive.read(path) if is_chosen(run["name"])]
+            read.add_results([row for _, row in rows])
+            read.runs += {run["path"]: run for run, _ in rows}.values()
 
+    read.left_out += [(run["path"], "not finished") for run in read.runs if not run["done"]]
     runs = pd.DataFrame(columns=RUN_COLUMNS)
     results = pd.DataFrame(columns=RESULT_COLUMNS)
     if read.runs:
@@ -223,9 +218,7 @@ def _results(file: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [of_file | row for row in e.rows()]
 
 
-def _grouped(
-    runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]
-) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
+def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
     """Return the runs with section, group and label, and those that repeat another run with the reason."""
     runs[COSTS] = runs[COSTS].apply(pd.to_numeric, errors="coerce").astype(float)
     # A hash tells apart different data of the same name.

@@ -225,16 +225,6 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
     print(*map(printable, answer(table)), sep="\n")
 
 
-def picture(runs: Runs, kind: str, reference: str = "rope") -> bytes:
-    """Return the first figure, the gain over cutting the text, as "svg", "png" or "pdf".
-
-    Raises ValueError: no run has measured its loss at several lengths.
-    """
-    from ropewalk.report import plot
-
-    return plot.written(plot.gain(results(runs, reference), plot.new()), kind)
-
-
 def write_beside(run: Path) -> Path:
     """Write report.html of one run into its directory, and return where to look. A failure only warns."""
     try:

@@ -14,6 +14,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib
@@ -32,37 +33,37 @@ from ropewalk.report.table import BEST_POSSIBLE, interval, losses_of_text, over_
 
 # Colours for a light and for a dark background, by their names in a style sheet. Any two lines, the ink and the grey are at
 # least 0.09 apart in Oklab, also as the colour-blind see them; the lines have a contrast of at least 3 to the paper.
-LIGHT = {
-    "ink": "#1b2026",
-    "muted": "#5f6975",
-    "grid": "#e3e6ea",
-    "paper": "#ffffff",
-    "grey": "#b4bac2",
-    "line0": "#2647b1",
-    "line1": "#df2474",
-    "line2": "#cf7c07",
-    "line3": "#2288a3",
-    "line4": "#8609f8",
-    "line5": "#5d5a0b",
-    "line6": "#a47ef5",
-    "line7": "#782358",
-}
-DARK = {
-    "ink": "#e4e7eb",
-    "muted": "#9ca6b2",
-    "grid": "#2b313a",
-    "paper": "#14171c",
-    "grey": "#59616c",
-    "line0": "#31d4fc",
-    "line1": "#f67dab",
-    "line2": "#c07000",
-    "line3": "#0ea96f",
-    "line4": "#bd31ff",
-    "line5": "#d8b64c",
-    "line6": "#9892eb",
-    "line7": "#9dff5e",
-}
-LINES = [colour for name, colour in LIGHT.items() if name.startswith("line")]
+LIGHT = SimpleNamespace(
+    ink="#1b2026",
+    muted="#5f6975",
+    grid="#e3e6ea",
+    paper="#ffffff",
+    grey="#b4bac2",
+    line0="#2647b1",
+    line1="#df2474",
+    line2="#cf7c07",
+    line3="#2288a3",
+    line4="#8609f8",
+    line5="#5d5a0b",
+    line6="#a47ef5",
+    line7="#782358",
+)
+DARK = SimpleNamespace(
+    ink="#e4e7eb",
+    muted="#9ca6b2",
+    grid="#2b313a",
+    paper="#14171c",
+    grey="#59616c",
+    line0="#31d4fc",
+    line1="#f67dab",
+    line2="#c07000",
+    line3="#0ea96f",
+    line4="#bd31ff",
+    line5="#d8b64c",
+    line6="#9892eb",
+    line7="#9dff5e",
+)
+LINES = [colour for name, colour in vars(LIGHT).items() if name.startswith("line")]
 MARKERS = "os^DvPX*"
 MOST = len(MARKERS)  # lines with a colour
 WIDE, NARROW = (7.8, 4.4), (4.2, 4.0)  # inches: of a page, and of a phone or a column of a paper
@@ -120,7 +121,7 @@ def gain(
     whose = "what each is compared with, on " if len(names) > 1 else "".join(f"{name} on " for name in names)
     note = "below 0 cut the text; bars: 95 % interval, dots: seeds; dashed: read otherwise than trained"
     titled(ax, f"Gain over {whose}the text cut to {cut} tokens", f"{rows.unit.iloc[0]}; {note}")
-    ax.axhline(0, color=LIGHT["muted"], linewidth=1.2, zorder=1)
+    ax.axhline(0, color=LIGHT.muted, linewidth=1.2, zorder=1)
 
     # On the axis gains can be told apart: neither a failure nor the best possible may squeeze them, nor an interval.
     # The best line of the longest text is on it in any case, with its intervals.
@@ -194,7 +195,7 @@ def svg(draw: Callable[[Axes], object], size: tuple[float, float] = WIDE) -> str
     ax = new(size)
     draw(ax)
     text = written(ax, "svg").decode()
-    replacements = {colour: f"var(--{name})" for name, colour in LIGHT.items()}
+    replacements = {colour: f"var(--{name})" for name, colour in vars(LIGHT).items()}
     for pattern, replacement in (SHORTER | replacements).items():
         text = re.sub(pattern, replacement, text, flags=re.DOTALL)
     label = f'role="img" aria-label="{escape(" ".join(ax.get_title(loc="left").split()))}"'
@@ -209,15 +210,15 @@ def on_its_own(picture: str) -> str:
     return re.sub(r"(<svg[^>]*>)", rf"\1<style>{words}:root{{{style(LIGHT)}}}{dark}</style>", picture, count=1)
 
 
-def style(palette: Mapping[str, str]) -> str:
+def style(palette: SimpleNamespace) -> str:
     """Return the colours as variables of a style sheet."""
-    return "".join(f"--{name}:{colour};" for name, colour in palette.items())
+    return "".join(f"--{name}:{colour};" for name, colour in vars(palette).items())
 
 
 def new(size: tuple[float, float] = WIDE) -> Axes:
     """Return the Axes of a new figure, for pages and files: pyplot does not know it."""
-    figure = Figure(figsize=size, layout="constrained", facecolor=LIGHT["paper"])
-    return figure.subplots(subplot_kw={"facecolor": LIGHT["paper"]})
+    figure = Figure(figsize=size, layout="constrained", facecolor=LIGHT.paper)
+    return figure.subplots(subplot_kw={"facecolor": LIGHT.paper})
 
 
 def short(line: str, most: int = LONGEST) -> str:
@@ -242,10 +243,10 @@ def dressed(ax: Axes | None) -> Axes:
     if ax is None:
         _, ax = plt.subplots(figsize=WIDE, layout="constrained")
     ax.spines[["left", "right", "top"]].set_visible(False)
-    ax.spines["bottom"].set_color(LIGHT["muted"])
+    ax.spines["bottom"].set_color(LIGHT.muted)
     ax.set_axisbelow(True)
-    ax.grid(axis="y", color=LIGHT["grid"], linewidth=0.8)
-    ax.tick_params(colors=LIGHT["muted"], labelsize=SIZE)
+    ax.grid(axis="y", color=LIGHT.grid, linewidth=0.8)
+    ax.tick_params(colors=LIGHT.muted, labelsize=SIZE)
     ax.tick_params(axis="y", length=0)
     return ax
 
@@ -257,17 +258,17 @@ def _looks(rows: pd.DataFrame, named: Sequence[str] | None) -> dict[str, dict[st
     if unknown:
         raise ValueError(f"lines={sorted(unknown)}: there is {', '.join(rows.line.unique())}")
     looks: dict[str, dict[str, Any]] = {
-        line: {"color": LIGHT["grey"], "linewidth": 1.0, "zorder": GREY, "marker": "."} for line in rows.line.unique()
+        line: {"color": LIGHT.grey, "linewidth": 1.0, "zorder": GREY, "marker": "."} for line in rows.line.unique()
     }
     for line, color, marker in zip(named, LINES, MARKERS, strict=False):
         looks[line] = {"color": color, "linewidth": 1.8, "zorder": COLOURED, "marker": marker}
     for line in looks.keys() & set(rows.reference):
-        looks[line] = {"color": LIGHT["ink"], "linewidth": 2.4, "zorder": REFERENCE, "marker": "o"}
+        looks[line] = {"color": LIGHT.ink, "linewidth": 2.4, "zorder": REFERENCE, "marker": "o"}
     for line in rows.line[rows.zero_shot.astype(bool)].unique():
         looks[line]["linestyle"] = (0, (4, 1.8))
     if BEST_POSSIBLE in looks:
         looks[BEST_POSSIBLE] |= {
-            "color": LIGHT["muted"], "linewidth": 1.6, "linestyle": (0, (1, 1.5)), "marker": "", "zorder": BEST,
+            "color": LIGHT.muted, "linewidth": 1.6, "linestyle": (0, (1, 1.5)), "marker": "", "zorder": BEST,
         }  # fmt: skip
     return looks
 
@@ -283,7 +284,7 @@ def _draw(
     ax.set_ylim(limits)
     ax.ticklabel_format(axis="y", useOffset=False)
     ax.xaxis.set_major_formatter("{x:,.10g}")
-    ax.xaxis.label.set(color=LIGHT["muted"], fontsize=SIZE)
+    ax.xaxis.label.set(color=LIGHT.muted, fontsize=SIZE)
     ends = over_seeds(points).drop_duplicates("line", keep="last").set_index("line").sort_values("y", kind="stable")
     names: list[Name] = []
     for line in ends.index:
@@ -302,7 +303,7 @@ def _draw(
             ax.plot(dots.x, dots.y, **look | {"marker": ".", "linestyle": ""}, markersize=2.5, alpha=0.45)
         names.append(_name(line, ends.x[line], ends.y[line], limits, number, look["color"]))
     if len(ends) > len(names):
-        names.append((f"{len(ends) - len(names)} more", limits[0], points.x.max(), LIGHT["grey"]))
+        names.append((f"{len(ends) - len(names)} more", limits[0], points.x.max(), LIGHT.grey))
     name_ends(ax, names)
 
 
@@ -351,9 +352,9 @@ def titled(ax: Axes, title: str, note: str) -> None:
     lines = textwrap.wrap(note, int(characters * 1.2))
     words = "\n".join(textwrap.wrap(printable(title), int(characters * 0.8)))
     ax.set_title(
-        words, loc="left", pad=10 + 1.2 * SIZE * len(lines), fontsize=SIZE + 1, fontweight="bold", color=LIGHT["ink"]
+        words, loc="left", pad=10 + 1.2 * SIZE * len(lines), fontsize=SIZE + 1, fontweight="bold", color=LIGHT.ink
     )
     ax.annotate(
         "\n".join(lines), (0, 1), xytext=(0, 8), xycoords="axes fraction", textcoords="offset points", va="bottom",
-        color=LIGHT["muted"], fontsize=SIZE - 1, linespacing=1.25,
+        color=LIGHT.muted, fontsize=SIZE - 1, linespacing=1.25,
     )  # fmt: skip

@@ -289,7 +289,10 @@ def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> dict[str, Row]:
     lines["reading"] = lines.reading.mask(lines.reading == "", has_start.map({True: AFTER, False: "as trained"}))
     if reference not in lines.index:
         of_encoding = [line for line in trained if lines.encoding[line] == reference]
-        reference = _most_usual(lines.loc[of_encoding or [*trained] or lines.index], runs)
+        paths = lines.path[of_encoding or [*trained] or lines.index]
+        settings = pd.DataFrame([compared(config) for config in runs.runs.config[paths]], paths.index).map(str)
+        # The line that has most of the settings which are the most frequent among these.
+        reference = settings.eq(settings.mode().iloc[0]).sum(axis=1).idxmax()
     lines["reference"] = start.where(has_start, reference)
 
     # The best possible predictor is like the reference, but for what it is.
@@ -297,12 +300,6 @@ def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> dict[str, Row]:
     optimum = {"line": BEST_POSSIBLE, "base": BEST_POSSIBLE, "train_len": train_len, "cut": train_len}
     optimum |= dict.fromkeys(("encoding", "variant", "reading", "settings", "reference"), "") | {"zero_shot": False}
     return lines[OF_LINE].to_dict("index") | {BEST_POSSIBLE: optimum}
-
-
-def _most_usual(lines: pd.DataFrame, runs: Runs) -> Any:
-    """Return the line that has most of the settings which are the most frequent among some lines."""
-    settings = pd.DataFrame([compared(config) for config in runs.runs.config[lines.path]], lines.index).map(str)
-    return settings.eq(settings.mode().iloc[0]).sum(axis=1).idxmax()
 
 
 def _learned(rows: pd.DataFrame) -> set[tuple[str, int]]:

@@ -42,9 +42,8 @@ def lengths(data: Data, cfg: Config) -> Plan:
 
 def _score(data: Data, part: EvalSet, optimum: Callable[[int], np.ndarray | None], score: Scorer) -> list[Measured]:
     sums = score(part)
-    if data.task:
-        return [sums.measured(part.length, texts=part, task=data.task, difficulty=part.name)]
-    return [sums.measured(part.length, optimum=optimum(len(sums.nats)), texts=part)]
+    what = {"task": data.task, "difficulty": part.name} if data.task else {}
+    return [sums.measured(part.length, optimum=optimum(len(sums.nats)), texts=part, **what)]
 
 
 def _optimum(data: Data, part: EvalSet, n: int) -> np.ndarray | None:

@@ -53,7 +53,7 @@ OKLAB = [
 @pytest.mark.parametrize("palette", [plot.LIGHT, plot.DARK])
 def test_any_two_colours_differ_for_everyone(palette, kind):
     """Also from the paper."""
-    colours = [colour for name, colour in palette.items() if name not in ("muted", "grid")]
+    colours = [colour for name, colour in vars(palette).items() if name not in ("muted", "grid")]
     rgb = np.array([to_rgb(colour) for colour in colours])
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     seen = linear @ np.transpose(SEEN_AS[kind])
@@ -89,7 +89,7 @@ def test_lines_are_the_means_of_the_table_and_dots_its_seeds(table, over, column
     colours = {
         "fox": plot.LINES[0],
         "alibi": plot.LINES[1],
-        "rope": plot.LIGHT["ink"],
+        "rope": plot.LIGHT.ink,
     }
     for line, colour in colours.items():
         rows = table[table.line == line].query("length >= @shortest")
