@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from model.loss import IGNORE_INDEX as IGNORE_INDEX
+from model.reading import IGNORE_INDEX as IGNORE_INDEX
 from ropewalk import plugins
 
 

@@ -14,11 +14,10 @@ from conf.schema import GPTConfig
 from model import position
 from model.attention import Context, exactly, recomputed
 from model.cache import Cache
-from model.loss import IGNORE_INDEX, CrossEntropy
 from model.mix import Mix
 from model.position import PositionEncoding, Shape
 from model.position.layer import init_parameters
-from model.reading import WHOLE, Reading
+from model.reading import IGNORE_INDEX, WHOLE, Reading
 
 R = TypeVar("R")
 # The most logits that are held at once, 64 MiB in fp32, unless a single position of the batch has more.
@@ -216,12 +215,7 @@ class GPT(nn.Module):
         def nats(logits: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
-        # A compiler fuses the passes over the logits by itself.
-        if self.checkpointing or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            total = torch.stack(self.in_pieces(nats, hidden, targets)).sum()
-        else:
-            total = CrossEntropy.apply(self.head(hidden).flatten(0, 1), targets.flatten(), self.vocab_size)
-        return total / n_targets
+        return torch.stack(self.in_pieces(nats, hidden, targets)).sum() / n_targets
 
     def in_pieces(self, function: Callable[[Tensor, Tensor], R], hidden: Tensor, targets: Tensor) -> list[R]:
         """Call `function`(logits fp32 [B, t, vocabulary], targets [B, t]) on pieces of the T positions, in order.

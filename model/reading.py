@@ -18,10 +18,10 @@ from torch._compile import _disable_dynamo as uncompiled
 
 from model.attention import Context, shifts
 from model.cache import Cache
-from model.loss import IGNORE_INDEX
 from model.position.base import PositionEncoding
 from model.position.layer import make_context
 
+IGNORE_INDEX = -100  # a target that is not scored, as in torch's cross_entropy
 Contexts = dict[PositionEncoding, Any]  # what attends in the layers of each encoding
 Positions = tuple[Tensor, int]  # positions of tokens, int64 [T], ascending; and the length of the text they are from
 # The least width, in tokens, that a piece is padded to: many short documents then have one width, and run at once.

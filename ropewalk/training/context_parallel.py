@@ -15,10 +15,9 @@ from torch.distributed import _functional_collectives as collectives
 
 from model.attention import Context, recomputed
 from model.cache import Cache
-from model.loss import IGNORE_INDEX
 from model.position.base import PositionEncoding
 from model.position.layer import make_context
-from model.reading import Contexts, Reading
+from model.reading import IGNORE_INDEX, Contexts, Reading
 
 # Functional collectives can be compiled. The gradient of this one is the sum over the ranks, cut as the tensor was.
 # Its name in PyTorch before 2.13 was the second.

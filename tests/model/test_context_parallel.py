@@ -14,9 +14,8 @@ from conftest import ENCODINGS, PRESETS, build_gpt, gradients_of, read_at
 from process_helpers import CONTEXT
 
 from model.gpt import GPT
-from model.loss import IGNORE_INDEX
 from model.position.network import max_len_of, scales_of
-from model.reading import WHOLE
+from model.reading import IGNORE_INDEX, WHOLE
 from ropewalk.training.context_parallel import Shared
 
 # What the YAMLs leave out.

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same, build_gpt, gradients_of, normal, pe_options, randomise, read_at, tokens
+from conftest import assert_same, build_gpt, gradients_of, pe_options, randomise, read_at, tokens
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,7 +14,6 @@ from model import position
 from model.cache import Cache
 from model.generation import generate
 from model.gpt import GPT
-from model.loss import LOSS_PIECE, CrossEntropy
 from model.position import Shape
 from model.position.network import scales_of, with_parameters_of, with_window
 from model.reading import packed
@@ -209,33 +208,6 @@ def test_generation_refuses_before_the_first_token(ids, options, message):
     generated = generate(build_gpt("learned"), idx, **{"max_new_tokens": 1} | options)
     with pytest.raises(ValueError, match=message):
         next(generated)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "vocab_size"),
-    [
-        (torch.float32, 64),
-        (torch.float32, 50),
-        (torch.bfloat16, 64),
-    ],
-)
-def test_the_gradient_of_the_loss_is_that_of_pytorch_bit_for_bit(monkeypatch, dtype, vocab_size):
-    """In pieces, with padding and targets that do not count."""
-    monkeypatch.setitem(LOSS_PIECE, "cpu", 64 * 32)
-    (logits,) = normal((1000, 64), dtype=dtype)
-    (targets,) = tokens(1000, batch=1)
-    targets[:40] = -100
-    ours = logits.clone().requires_grad_()
-    theirs = logits.clone().requires_grad_()
-    scored = theirs[:, :vocab_size].float()
-    expected = F.cross_entropy(scored, targets, reduction="sum")
-
-    loss = CrossEntropy.apply(ours, targets, vocab_size)
-    (loss / 960).backward()
-    (expected / 960).backward()
-
-    assert_close(loss, expected)
-    assert torch.equal(ours.grad, theirs.grad)
 
 
 END = 49  # the token that ends a document
