@@ -16,7 +16,7 @@ from ropewalk.app.resolve import for_this_machine, resolve, resolve_encoding, wi
 from ropewalk.app.run_dir import FREE, RunDir, lock
 from ropewalk.app.side_by_side import train_all
 from ropewalk.evaluation.measures.lengths import length_settings
-from ropewalk.evaluation.results import Row, load_all, main_rows
+from ropewalk.evaluation.results import Row, load_all
 from ropewalk.files import read_json, write_json
 
 Losses = dict[int, Row]  # of one run, by length in tokens
@@ -70,12 +70,15 @@ def losses(run: Config) -> Losses:
     the encoding is not defined for is left out.
     """
     final = [e for e in load_all(RunDir(run).path) if (e.step, e.variant.pe) == (run.trainer.max_steps, run.pe)]
+    rows = {}
     # Of several rows of a length the last one stays: that at the largest scale.
-    final.sort(key=lambda e: e.variant.scale)
-    as_trained = [e for e in final if not e.variant.zero_shot]
-    short, long = (main_rows(read, "lengths", length_settings(run)) for read in (as_trained, final))
-    rows = {length: row for (_, length), row in long.items() if length == max(run.lengths)}
-    return rows | {length: row for (_, length), row in short.items() if length == run.train_len}
+    for e in sorted(final, key=lambda e: e.variant.scale):
+        if e.kind == "lengths" and length_settings(run).items() <= e.eval.items():
+            for m in e.measured:
+                is_short = m.length == run.train_len and not e.variant.zero_shot
+                if is_short or m.length == max(run.lengths):
+                    rows[m.length], *_ = e.rows_of(m)
+    return rows
 
 
 def begin(folder: Path, mine: Sequence[Config], against: Sequence[Config]) -> tuple[Path, int]:

@@ -55,14 +55,16 @@ def validate(
 def is_measured(run: Path, cfg: Config) -> bool:
     """Return whether a complete run has all results that `cfg.eval` asks for, of its encoding and every variant."""
     final = [e for e in load_all(run) if e.step == cfg.trainer.max_steps]
-    asked = {"lengths": length_settings(cfg)}
     longest = {"length": max(cfg.lengths), "sequences": cfg.eval.sequences}
+    settings = {"lengths": length_settings(cfg), "by_position": longest, "far_copies": longest}
+    found = [(e.kind, e.variant.pe) for e in final if settings.get(e.kind, e.eval).items() <= e.eval.items()]
     is_text = not any(e.task for e in final)
-    if cfg.eval.by_position and is_text:
-        asked["by_position"] = longest
-    if cfg.eval.far_copies and is_text and max(cfg.lengths) > cfg.train_len:
-        asked["far_copies"] = longest
-    found = [(e.kind, e.variant.pe) for e in final if e.kind in asked and asked[e.kind].items() <= e.eval.items()]
+    is_asked = {
+        "lengths": True,
+        "by_position": cfg.eval.by_position and is_text,
+        "far_copies": cfg.eval.far_copies and is_text and max(cfg.lengths) > cfg.train_len,
+    }
+    asked = [kind for kind in settings if is_asked[kind]]
     return all((kind, pe) in found for kind in asked for pe in [cfg.pe, *(cfg.eval.variants or [])])
 
 

@@ -251,7 +251,13 @@ def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[
         settings = [json.loads(row.key) | {"init_from": row.init} for row in groups.itertuples()]
         differences = differing(settings)
         groups["settings"] = list(map(in_words, groups.encoding, differences))
-        groups["label"] = _labels(groups, differences)
+        # The name of the first run labels what differs in several options, or in what two groups share.
+        names = [run.name.removesuffix(f"-s{run.seed}") for run in groups.itertuples()]
+        is_long = groups.settings.duplicated(keep=False) | np.array([len(differs) > 1 for differs in differences])
+        labels = groups.settings.mask(is_long, names)
+        # Directories in different folders may have one name.
+        number = labels.groupby(labels).cumcount() + 1
+        groups["label"] = labels.where(number == 1, labels + " [" + number.astype(str) + "]")
         for column in ("label", "settings"):
             runs.loc[of_section.index, column] = of_section.group.map(groups[column])
     return runs[RUN_COLUMNS], reasons
@@ -300,16 +306,6 @@ def in_words(name: str, options: Mapping[str, Any]) -> str:
     given = {key: value for key, value in options.items() if value not in (None, "None")}
     words = [f"{re.sub('^(pe|trainer)[.]', '', key)} {value}" for key, value in given.items()]
     return f"{name} ({', '.join(words)})".strip() if words else name
-
-
-def _labels(groups: pd.DataFrame, differences: Sequence[Mapping[str, Any]]) -> pd.Series:
-    """Return the label of each group: its settings; the name of its first run if it differs in several, or repeats."""
-    names = [run.name.removesuffix(f"-s{run.seed}") for run in groups.itertuples()]
-    is_long = groups.settings.duplicated(keep=False) | np.array([len(differs) > 1 for differs in differences])
-    labels = groups.settings.mask(is_long, names)
-    # Directories in different folders may have one name.
-    number = labels.groupby(labels).cumcount() + 1
-    return labels.where(number == 1, labels + " [" + number.astype(str) + "]")
 
 
 def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:

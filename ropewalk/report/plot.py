@@ -30,9 +30,8 @@ from ropewalk.files import printable
 from ropewalk.report.frame import START
 from ropewalk.report.table import BEST_POSSIBLE, interval, losses_of_text, over_seeds
 
-
-# Colours for a light and for a dark background, by their names in a style sheet. Any two lines, the ink and the grey are at
-# least 0.09 apart in Oklab, also as the colour-blind see them; the lines have a contrast of at least 3 to the paper.
+# Colours for a light and for a dark background, by their names in a style sheet. Any two lines, the ink and the grey
+# are at least 0.09 apart in Oklab, also as the colour-blind see them; the contrast of a line to the paper is 3 or more.
 LIGHT = SimpleNamespace(
     ink="#1b2026",
     muted="#5f6975",
@@ -71,8 +70,6 @@ SIZE = 9.5  # points of words
 DODGE = 1.2  # points from line to line, so that equal values and their intervals can be seen
 FLOOR = 0.01  # bits: an axis spans at least so much
 GREY, BEST, COLOURED, REFERENCE = 2, 3, 4, 5  # how far above the others lines are drawn
-OVER = {"itself": "gain", "reference": "lead"}  # columns
-VALIDATION = ("val/bits_per_byte", "val/error", "val/loss")  # the first that was recorded is drawn
 POINT = ["line", "seed", "x", "y", "low", "high"]  # columns of what is drawn; the interval may be NaN
 LONGEST = 24  # characters of a name at the end of a line
 Name = tuple[str, float, float, str]  # y and x of the end of a line, and its colour
@@ -108,7 +105,7 @@ def gain(
 
     Raises ValueError: the table has several sections, or no such line; NothingError: no run has measured that.
     """
-    column = OVER[over]
+    column = {"itself": "gain", "reference": "lead"}[over]
     rows = losses_of_text(table).sort_values("length", kind="stable")
     rows = rows[rows[column].notna() & ((rows.length >= rows.cut) | (column == "lead"))]
     if rows.empty:
@@ -157,8 +154,9 @@ def curves(
 
     Raises ValueError: there is no such line; NothingError: no run was validated several times.
     """
-    y = next((name for name in VALIDATION if name in table and table[name].notna().any()), None)
-    if y is None or table.step[table[y].notna()].nunique() < 2:
+    validation = table.reindex(columns=["val/bits_per_byte", "val/error", "val/loss"])
+    y = validation.notna().any().idxmax()
+    if table.step[validation[y].notna()].nunique() < 2:
         raise NothingError("nothing to draw: no run was validated several times")
     ax = dressed(ax)
     titled(ax, f"In training: {y.replace('_', ' ')}", "the mean over the seeds")
@@ -232,8 +230,8 @@ def short(line: str, most: int = LONGEST) -> str:
 def chosen(table: pd.DataFrame) -> list[str]:
     """Return the lines that have colours: the best of each encoding at the longest text, and at most 8."""
     rows = losses_of_text(over_seeds(table))
-    rows = rows[(rows.length == rows.length.max()) & (rows.line != BEST_POSSIBLE) & (rows.line != rows.reference)]
-    rows = rows.sort_values("rank")
+    is_drawn = (rows.length == rows.length.max()) & (rows.line != BEST_POSSIBLE) & (rows.line != rows.reference)
+    rows = rows[is_drawn].sort_values("rank")
     best = rows.drop_duplicates("encoding").line
     return pd.concat([best, rows.line]).unique().tolist()[:MOST]
 
@@ -286,8 +284,9 @@ def _draw(
     ax.xaxis.set_major_formatter("{x:,.10g}")
     ax.xaxis.label.set(color=LIGHT.muted, fontsize=SIZE)
     ends = over_seeds(points).drop_duplicates("line", keep="last").set_index("line").sort_values("y", kind="stable")
+    low, high = limits
     names: list[Name] = []
-    for line in ends.index:
+    for line, x, end in zip(ends.index, ends.x, ends.y, strict=True):
         of_line = points[points.line == line]
         means = over_seeds(of_line)
         look = looks[line]
@@ -301,29 +300,31 @@ def _draw(
         dots = of_line[of_line.seed.notna()]
         if len(dots) > len(means):
             ax.plot(dots.x, dots.y, **look | {"marker": ".", "linestyle": ""}, markersize=2.5, alpha=0.45)
-        names.append(_name(line, ends.x[line], ends.y[line], limits, number, look["color"]))
+        # A line that ends off the axis has its last value beside its name.
+        words = ""
+        if math.isnan(end):
+            words = " diverged"
+        elif not low <= end <= high:
+            words = f" {'↓' if end < low else '↑'} {number.format(end)}"
+        place = float(np.nan_to_num(end, nan=high).clip(low, high))
+        names.append((short(line, LONGEST - len(words)) + words, place, x, look["color"]))
     if len(ends) > len(names):
-        names.append((f"{len(ends) - len(names)} more", limits[0], points.x.max(), LIGHT.grey))
+        names.append((f"{len(ends) - len(names)} more", low, points.x.max(), LIGHT.grey))
     name_ends(ax, names)
-
-
-def _name(line: str, x: float, end: float, limits: tuple[float, float], number: str, colour: str) -> Name:
-    """Return what stands at the end of a line: its name, with its last value if that is off the axis."""
-    low, high = limits
-    words = ""
-    if math.isnan(end):
-        words = " diverged"
-    elif not low <= end <= high:
-        words = f" {'↓' if end < low else '↑'} {number.format(end)}"
-    return short(line, LONGEST - len(words)) + words, float(np.nan_to_num(end, nan=high).clip(low, high)), x, colour
 
 
 def name_ends(ax: Axes, names: Sequence[Name]) -> None:
     """Write names right of the axes, each beside the end of its line and none upon another."""
     ax.figure.draw_without_rendering()  # type: ignore[union-attr]
     box = ax.get_window_extent()
-    wanted = [(ax.transData.transform((x, y))[1] - box.y0) / box.height for _, y, x, _ in names]
-    places = spread(wanted, 1.25 * SIZE * ax.figure.dpi / 72 / box.height)
+    wanted = np.array([(ax.transData.transform((x, y))[1] - box.y0) / box.height for _, y, x, _ in names])
+    # As near to the wanted places as can be, and in their order. Without the room that the names below one take, places
+    # must only not fall: the least squares of a regression.
+    order = np.argsort(wanted, kind="stable")
+    below = 1.25 * SIZE * ax.figure.dpi / 72 / box.height * np.arange(len(names))
+    rising = isotonic_regression(wanted[order] - below).x
+    places = np.empty(len(names))
+    places[order] = np.clip(rising, 0.0, max(0.0, 1.0 - below[-1])) + below
     for (name, y, x, color), place in zip(names, places, strict=True):
         ax.annotate(
             name, (x, y), xytext=(1.05, place), textcoords="axes fraction", annotation_clip=False, va="center",
@@ -332,16 +333,6 @@ def name_ends(ax: Axes, names: Sequence[Name]) -> None:
                 "arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5),
             },
         )  # fmt: skip
-
-
-def spread(wanted: Sequence[float], room: float) -> list[float]:
-    """Return places at least `room` apart, as near to the wanted ones as can be, and in their order, within 0 and 1."""
-    # Without the room that the names below one take, places must only not fall: the least squares of a regression.
-    order = np.argsort(wanted, kind="stable")
-    below = room * np.arange(len(wanted))
-    rising = isotonic_regression(np.array(wanted)[order] - below).x
-    places = np.clip(rising, 0.0, max(0.0, 1.0 - below[-1])) + below
-    return places[np.argsort(order)].tolist()
 
 
 def titled(ax: Axes, title: str, note: str) -> None:

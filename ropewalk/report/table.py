@@ -50,8 +50,8 @@ COLUMNS = [
     "step", "settings", "run", "path", "seed", "seeds",
     "measure", "quantity", "unit", "eval", *OF_PART, "part", "length", "times", "texts", "documents", "learned",
     # The numbers, and what they mean.
-    *interval("value"), *(name for column in PAIRED for name in interval(column)), "reference", "rank", "tied", "tolerance", "verdict",
-    *COSTS, *PROVENANCE,
+    *(name for column in ("value", *PAIRED) for name in interval(column)),
+    "reference", "rank", "tied", "tolerance", "verdict", *COSTS, *PROVENANCE,
 ]  # fmt: skip
 
 
