@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -85,6 +85,12 @@ class _Read:
             with self.attempt(file):
                 self.add_results(_results(file, run))
 
+    def add_archive(self, path: Path, is_chosen: Callable[[str], bool]) -> None:
+        """Read a file of many runs."""
+        rows = [row for row in archive.read(path) if is_chosen(row[0]["name"])]
+        self.add_results([row for _, row in rows])
+        self.runs += {run["path"]: run for run, _ in rows}.values()
+
     def add_results(self, rows: Sequence[dict[str, Any]]) -> None:
         """Add rows.
 
@@ -127,17 +133,14 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
                 read.add_run(path)
     for path in archives:
         with read.attempt(path):
-            rows = [(run, row) for run, row in archive.read(path) if is_chosen(run["name"])]
-            read.add_results([row for _, row in rows])
-            read.runs += {run["path"]: run for run, _ in rows}.values()
+            read.add_archive(path, is_chosen)
 
-    read.left_out += [(run["path"], "not finished") for run in read.runs if not run["done"]]
     runs = pd.DataFrame(columns=RUN_COLUMNS)
     results = pd.DataFrame(columns=RESULT_COLUMNS)
     if read.runs:
         # Labels name the differences between runs, so all runs must have been read.
-        runs, repeated = _grouped(pd.DataFrame(read.runs), read.results)
-        read.left_out += repeated
+        runs, unfit = _grouped(pd.DataFrame(read.runs), read.results)
+        read.left_out += unfit
     if read.results:
         results = _with_lines(pd.DataFrame(read.results), runs)
     return Runs(runs, results, sorted(read.left_out))
@@ -219,7 +222,7 @@ def _results(file: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
-    """Return the runs with section, group and label, and those that repeat another run with the reason."""
+    """Return the runs with section, group and label, and those that repeat another or are not finished, with why."""
     runs[COSTS] = runs[COSTS].apply(pd.to_numeric, errors="coerce").astype(float)
     # A hash tells apart different data of the same name.
     hashes = runs.identity.map(lambda identity: f" ({sha256(identity.encode()).hexdigest()[:6]})")
@@ -244,6 +247,7 @@ def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[
     runs = runs.sort_values(["section", "seed", "done", "path"], ascending=[True, True, False, True])
     repeated = runs.duplicated(["section", "group", "seed"])
     reasons = [(path, "another run has the same settings and seed") for path in runs.path[repeated]]
+    reasons += [(path, "not finished") for path in runs.path[~runs.done]]
     runs = runs[~repeated].set_index("path")
     # Only runs in one section are shown together, so labels need not tell others apart.
     for _, of_section in runs.groupby("section"):
@@ -280,8 +284,7 @@ def _together(runs: pd.DataFrame, results: Iterable[Mapping[str, Any]]) -> pd.Se
     for _ in shared.train_len.unique():
         for by in ("eval", "train_len"):
             shortest = shortest.groupby([shared.identity, shared[by]]).transform("min")
-    shortest.index = shared.path
-    of_path = shortest.groupby(level=0).min()
+    of_path = shortest.groupby(shared.path).min()
     return runs.identity + runs.path.map(of_path).astype(str)
 
 

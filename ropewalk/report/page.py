@@ -117,13 +117,9 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
     """Return the tables of a measure: its values, and differences to the reference and the best possible."""
     first = rows.iloc[0]
     # Hashes mean nothing to a reader. Short settings lead: they tell two tables of a measure apart.
-    chosen = {
-        key.replace("_", " "): value
-        for key, value in json.loads(first["eval"]).items()
-        if key not in ("texts", "tokenizer")
-    }
-    ordered = sorted(chosen.items(), key=lambda setting: isinstance(setting[1], list))
-    settings = ", ".join(f"{key} {str(value).strip('[]')}" for key, value in ordered)
+    chosen = {key: value for key, value in json.loads(first["eval"]).items() if key not in ("texts", "tokenizer")}
+    ordered = sorted(chosen, key=lambda key: isinstance(chosen[key], list))
+    settings = ", ".join(f"{key.replace('_', ' ')} {str(chosen[key]).strip('[]')}" for key in ordered)
     name = f"{first.measure.replace('_', ' ').capitalize()} ({settings})"
     kinds = {"value": f"{name}: {first.quantity}, {first.unit}"}
     if first.quantity == "error":
