@@ -10,10 +10,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("train")
 
-import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +34,6 @@ from ropewalk.app.sweep import configure
 from ropewalk.evaluation import loggers, loop
 from ropewalk.files import sealed, write_json
 from ropewalk.training import checkpoints, distributed, rows
-from ropewalk.training.checkpoints import Progress
 from ropewalk.training.hardware import Hardware, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from ropewalk.training.plan import Plan, draw_positions
@@ -47,14 +44,11 @@ if TYPE_CHECKING:  # slow to import: `distributed.launch` does it, after the con
     from lightning.fabric import Fabric
 
 
-def train(cfg: Config) -> float:
+def train(cfg: Config) -> None:
     """Train, evaluate and report the run that `cfg` describes, or resume it at whatever stage it was interrupted.
 
     Args:
         cfg: as `configure` returns it.
-
-    Returns:
-        The number that a sweep may minimise: see `results.objective`.
 
     Raises:
         ValueError, OSError: with the remedy. Mistakes of a user are found before the run directory is touched.
@@ -63,8 +57,7 @@ def train(cfg: Config) -> float:
     cfg, hardware = for_this_machine(cfg)
     tune(hardware.device, deterministic=cfg.trainer.deterministic)
     with distributed.launch(cfg.trainer, hardware) as fabric:
-        run = train_on(fabric, cfg, hardware)
-        return show_results(run)
+        show_results(train_on(fabric, cfg, hardware))
 
 
 def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
@@ -72,14 +65,14 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     run = RunDir(cfg)
     run.check()
     if run.complete and loop.is_measured(run.path, cfg):
-        print(f"{run.path} is complete and measured so; overwrite=true trains it again")
+        print(f"{run.path} is complete and measured so")
         return run
 
     # The vocabularies are compared before tokenising, which may take hours.
     data = build_data(cfg.data)
     base = base_model(cfg.init_from)
     vocabulary = vocab_size(data, base)
-    data.prepare(progress=distributed.is_rank_zero())
+    data.prepare()
     identity = data.identity()
     if run.begun:
         check_identity(run.path, identity)
@@ -93,20 +86,13 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     training = Training(fabric, cfg, hardware, data, net)
     net.init_weights(cfg.seed, assign)
 
-    # The base model's weights must not replace those of a checkpoint.
-    resumed = distributed.on_rank_zero(lambda: run.begun and any(checkpoints.steps_in(run.checkpoints)))
-    if base and not resumed:
-        missing = load_weights(net, base, partial=cfg.init_partial)
-        print(f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(missing) or 'none'}")
     rows.describe(cfg, net, data, training.hardware, size)
-    if cfg.init_optimizer and not resumed:
-        checkpoints.take_over(Path(str(cfg.init_from)), net, training.optimizer)
-    training.rehearse()
     logger = loggers.Tracker(run, size)
 
     with run.lock():
         # All that may be missing or damaged is read before anything is written: an error leaves the run as it is.
-        progress = training.resume(run)
+        progress = training.start(run, base)
+        training.rehearse()
         run.create(identity, data.tokenizer_files())
         run.truncate_metrics(progress.step)
         checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
@@ -154,20 +140,30 @@ class Training:
         self.data.validation(self.cfg.train_len, self.cfg.trainer.val_tokens).batch(0, 1)
         loop.rehearse(self.net, self.data, self.cfg, hardware=self.hardware, reader=self.reader)
 
-    def resume(self, run: RunDir) -> Progress:
-        """Load the newest whole checkpoint of a run that has begun. No file changes.
+    def start(self, run: RunDir, base: dict[str, Any]) -> checkpoints.Progress:
+        """Load the newest whole checkpoint of the run; before its first one, the weights of the model `base`, if any.
+
+        No file changes.
 
         Raises:
-            ValueError: every checkpoint is damaged, or rows are missing.
+            ValueError: every checkpoint is damaged, rows are missing, or the weights do not fit.
         """
-        if not distributed.on_rank_zero(lambda: run.begun):  # a new run, or one in place of the old
-            return Progress()
-        progress = checkpoints.resume(run.checkpoints, self.net, self.optimizer)
-        rows.check_rows(run, progress)
-        print(f"continuing {run.path} after step {progress.step}")
+        cfg = self.cfg
+        progress = checkpoints.Progress()
+        if distributed.on_rank_zero(lambda: run.begun):
+            progress = checkpoints.resume(run.checkpoints, self.net, self.optimizer)
+            rows.check_rows(run, progress)
+            print(f"continuing {run.path} after step {progress.step}")
+        if base and not progress.step:
+            missing = load_weights(self.net, base, partial=cfg.init_partial)
+            print(
+                f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(missing) or 'none'}"
+            )
+            if cfg.init_optimizer:
+                checkpoints.take_over(base["source"], self.net, self.optimizer)
         return progress
 
-    def fit(self, run: RunDir, logger: Any, progress: Progress) -> None:
+    def fit(self, run: RunDir, logger: Any, progress: checkpoints.Progress) -> None:
         """Train from the step after `progress` to the last one; log, validate, measure and save where they are due.
 
         Updates `progress`.
@@ -236,12 +232,11 @@ class Training:
         Yields:
             Inputs and targets, int64 [B, T], on the CPU.
         """
-        t = self.cfg.trainer
         return micro_batches(
             self.data, self.cfg.batch_shape, self.cfg.seed, start_step=start_step,
-            pin_memory=self.hardware.device == "cuda", grad_accum_steps=t.grad_accum_steps,
-            rank=self.ranks.number // self.reader.ranks_per_text,
-            world_size=self.ranks.size // self.reader.ranks_per_text,
+            pin_memory=self.hardware.device == "cuda", grad_accum_steps=self.cfg.trainer.grad_accum_steps,
+            rank=self.ranks.fabric.global_rank // self.reader.ranks_per_text,
+            world_size=self.ranks.fabric.world_size // self.reader.ranks_per_text,
         )  # fmt: skip
 
     def step(self, step: int, batches: Iterator[tuple[Tensor, Tensor]], encodings: Encodings) -> tuple[Tensor, Tensor]:
@@ -267,10 +262,10 @@ class Training:
 
         # The gradient so far is that of the mean of loss x share. Dividing by the mean share makes it that of the mean
         # loss over all scored targets.
-        norm = clip_gradients(self.ranks.model, n * self.ranks.size / totals[1], cfg.optim.grad_clip)
+        norm = clip_gradients(self.ranks.model, n * self.ranks.fabric.world_size / totals[1], cfg.optim.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return totals / (n * self.ranks.size), norm
+        return totals / (n * self.ranks.fabric.world_size), norm
 
     def backward(self, x: Tensor, y: Tensor, encodings: Encodings) -> Tensor:
         """Add the gradient of one micro-batch, inputs and targets int64 [B, T] on the CPU, to those before.
@@ -286,21 +281,20 @@ class Training:
         share = (y != IGNORE_INDEX).float().mean()
         # A loss that is not finite may have a finite gradient. A NaN as its weight makes the gradient NaN, which every
         # rank's norm shows.
-        weight = torch.where(loss.detach().isfinite(), share, math.nan)
+        weight = torch.where(loss.detach().isfinite(), share, torch.nan)
         self.ranks.fabric.backward(loss * weight / t.grad_accum_steps)
         return torch.stack((loss.detach() * share, share))
 
-    def log(self, run: RunDir, logger: Any, progress: Progress, norm: Tensor, *, validating: bool) -> None:
+    def log(self, run: RunDir, logger: Any, progress: checkpoints.Progress, norm: Tensor, *, validating: bool) -> None:
         """Write a row of metrics.jsonl about the steps since the last one, print it, and show it in the tracker."""
         row = rows.training_row(progress, self.cfg)
         row |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
         if validating:
             metrics_of(self.net.encodings)  # drops what the rehearsal and the measurements at eval.at have fed
-            row |= rows.validation_row(self.validate()) | rows.position_row(self.net)
-        if distributed.is_rank_zero():
-            run.append(row)
-            logger.log(row)
-            rows.show(row, self.cfg)
+            row |= rows.validation_row(self.validate(), self.net)
+        distributed.on_rank_zero(lambda: run.append(row))
+        logger.log(row)
+        rows.show(row, self.cfg)
         progress.rows += 1
         progress.logged_step = progress.step
         progress.logged_seconds = progress.seconds
@@ -317,5 +311,5 @@ class Training:
         )
 
 
-def main(composed: DictConfig) -> float:
-    return train(configure(composed))
+def main(composed: DictConfig) -> None:
+    train(configure(composed))

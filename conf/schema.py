@@ -7,6 +7,7 @@ Each key is documented beside its default in the YAML files, and by --help. A co
 import difflib
 from bisect import bisect
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -207,7 +208,6 @@ class Config(Section):
     seed: int = Field(ge=0, lt=2**63)
     name: Name | None
     runs_dir: str
-    overwrite: bool
     train_len: int = Field(ge=2, le=2**24)
     stages: list[Stage]
     init_from: str | None
@@ -268,6 +268,7 @@ GONE = {
     "model.conv_at": "B",
     "model.gate": "none",
     "model.parallel": False,
+    "overwrite": ...,
     "trainer.checkpoint_parts": ...,
     "trainer.num_nodes": ...,
     "trainer.time_limit": ...,
@@ -307,40 +308,28 @@ def parse(schema: type[S], values: Any, prefix: str = "") -> S:
 
 def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, str]:
     """The key that pydantic's error `detail` is about, and the message about it."""
-    path, value, siblings = _locate(detail["loc"], values)
+    path: list[str] = []
+    value: Any = values
+    siblings: Any = values
+    for part in detail["loc"]:
+        # Other parts name alternatives of a union: they are no keys.
+        with suppress(LookupError, TypeError):
+            inner = value[part]
+            if isinstance(value, Mapping) or isinstance(inner, Mapping):  # a list of plain values is reported whole
+                path.append(str(part))
+                siblings = value
+                value = inner
     key = prefix + ".".join(path)
     if detail["type"] == "missing":
         missing = prefix + ".".join([*path, str(detail["loc"][-1])])
         return missing, f"{missing} is missing"
     if detail["type"] == "extra_forbidden":
-        others = [name for name in siblings if name != path[-1]]
-        return key, unknown_key(key, others)
+        return key, unknown_key(key, [name for name in siblings if name != path[-1]])
     # A validator of a whole section, such as `GPTConfig._divisible`, names the keys itself.
     if detail["type"] == "value_error" and isinstance(value, Mapping):
         return key, str(detail["ctx"]["error"])
     message = detail["msg"].replace("Input should", "it should").removeprefix("Value error, ")
     return key, f"{key}={value!r}: {message}{answer(key, value)}"
-
-
-def _locate(location: Iterable[Any], values: Any) -> tuple[list[str], Any, Any]:
-    """Follow pydantic's `location` through `values`, as far as it leads.
-
-    Returns:
-        The keys, the value they lead to, and the section that holds it.
-    """
-    path: list[str] = []
-    value = siblings = values
-    for part in map(str, location):
-        # In a list of sections, such as the stages, the number of an entry is its key. A list of plain values is
-        # reported whole.
-        if value and isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
-            value = {str(number): entry for number, entry in enumerate(value)}
-        # Other parts name alternatives of a union: they are no keys.
-        if isinstance(value, Mapping) and part in value:
-            path.append(part)
-            siblings = value
-            value = value[part]
-    return path, value, siblings
 
 
 def unknown_key(key: str, siblings: Iterable[str]) -> str:

@@ -49,10 +49,10 @@ class Data(ABC):
 
     @property
     def token_bytes(self) -> Tensor | None:
-        """Bytes that each token stands for, int64 [vocab_size]: 0 for special tokens. None where bytes mean nothing."""
+        """Bytes that each token stands for, float64 [vocab_size]: 0 for special ones. None: bytes mean nothing."""
         return None
 
-    def prepare(self, progress: bool = False) -> None:
+    def prepare(self) -> None:
         """Do the slow work, such as tokenising. A second call is cheap.
 
         Raises:
@@ -72,9 +72,9 @@ class Data(ABC):
         """Files that a run keeps, so that its tokens can be decoded without the data."""
         return []
 
-    @abstractmethod
     def describe(self, length: int) -> list[str]:
         """Lines of the start-up message, for training on sequences of `length` tokens."""
+        return []
 
     @abstractmethod
     def train_batch(self, indices: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -120,12 +120,9 @@ class Data(ABC):
         """The text that token ids stand for."""
 
 
-def resolve(target: str) -> type[Data]:
-    """Return the class that a `_target_` such as "data.text.TextFiles" names. Raises ValueError: `plugins.resolve`."""
-    return plugins.resolve(target, Data, "data", "data")  # type: ignore[type-abstract]
-
-
 def build_data(options: Mapping[str, Any]) -> Data:
-    """Build the source that a `data` configuration describes: `_target_`, a display `name`, and the class's options."""
-    cls = resolve(str(options.get("_target_", "")))
+    """Build the source that a `data` configuration describes: `_target_`, such as "data.text.TextFiles", a display
+    `name`, and the class's options. Raises ValueError, with a line for each mistake.
+    """
+    cls = plugins.resolve(str(options.get("_target_", "")), Data, "data", "data")  # type: ignore[type-abstract]
     return cls(**plugins.checked(cls, options, "data"))

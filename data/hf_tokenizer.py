@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +46,22 @@ class HFTokenizer(Tokenizer):
     def __init__(self, source: str) -> None:
         self.name = f"hf:{source}"
         folder = hub_folder(source, FILES)
-        paths = [folder / name for name in FILES]
-        self.files = [path for path in paths if path.is_file()]
+        self.files = [folder / name for name in FILES if (folder / name).is_file()]
         values, self.backend = _read(folder, self.name)
         self.vocab_size = max(self.backend.get_vocab().values(), default=0) + 1
         if self.vocab_size > MAX_RANK:
             raise ValueError(f"data.tokenizer={self.name} has {self.vocab_size:,} ids: at most {MAX_RANK:,} are read")
-        algorithm = type(self.backend.model).__name__.lower()
-        self.label = f"{algorithm}-{self.vocab_size}"
+        self.label = f"{type(self.backend.model).__name__.lower()}-{self.vocab_size}"
         self.eot = _end_token(folder, self.backend, self.name)
-        self.pieces, self.token_bytes = _byte_pieces(self.backend, self.vocab_size, self.name)
+        self.pieces, self.token_bytes = _byte_pieces(self.backend, self.vocab_size)
         # Its own steps may change a text, such as to lower case: bits per byte count the bytes of the text itself.
         normalizer = self.backend.normalizer
         expected = PROBE if normalizer is None else normalizer.normalize_str(PROBE).replace("▁", " ")
         (ids,) = self.encode([PROBE])
         written = b"".join(self.pieces[i] for i in ids).decode("utf-8", "replace")
         if written.strip(" ") != expected.strip(" "):  # SentencePiece puts a space before a text
-            raise _unknown_bytes(self.name)
+            remedy = "choose one that is byte-level (GPT-2, Llama 3, Qwen), or has byte fallback (Llama 2)"
+            raise ValueError(f"data.tokenizer={self.name}: the bytes of its tokens are unknown: {remedy}")
         with_special = self.backend.encode(PROBE).ids
         self.bos = None if with_special[0] == ids[0] else with_special[0]
         content = json.dumps([values, self.eot], sort_keys=True)
@@ -117,8 +116,7 @@ def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
     """The values in tokenizer.json, without padding and truncation, and the library's tokenizer made of them."""
     # Padding and truncation are settings of whoever saved the file. They would change the tokens of our texts.
     try:
-        values = json.loads(read_bytes(folder / "tokenizer.json"))
-        values |= {"padding": None, "truncation": None}
+        values = json.loads(read_bytes(folder / "tokenizer.json")) | {"padding": None, "truncation": None}
         with panics_are_errors(name):
             backend = tokenizers.Tokenizer.from_str(json.dumps(values))
     except FileNotFoundError:
@@ -131,34 +129,26 @@ def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
 
 
 def _end_token(folder: Path, backend: Any, name: str) -> int:
-    """The id of the token that ends a text, from the first file of the folder that names one."""
+    """The id of the token that ends a text, from the first file of the folder that names one, by its text or its id."""
     for file in ("tokenizer_config.json", "generation_config.json", "config.json"):
         path = folder / file
-        # Files in the hub's cache are links.
-        end = _named_end(read_json(path.resolve()), backend) if path.is_file() else None
-        # The end of a document must be certain: a token that ordinary text can also give would not mark it.
-        if end is not None and end not in backend.encode(backend.id_to_token(end), add_special_tokens=False).ids:
+        values = read_json(path.resolve()) if path.is_file() else {}  # files in the hub's cache are links
+        token = values.get("eos_token")
+        if isinstance(token, dict):
+            token = token.get("content")
+        end: Any = backend.token_to_id(str(token)) if token else values.get("eos_token_id")
+        if isinstance(end, list):  # several tokens may end a text; the first one is ours
+            end = next(iter(end), None)
+        # Somebody else's file may have anything here. The end of a document must be certain: a token that ordinary text
+        # can also give would not mark it.
+        text = backend.id_to_token(end) if type(end) is int and 0 <= end < MAX_RANK else None
+        if text is not None and end not in backend.encode(text, add_special_tokens=False).ids:
             return end
     remedy = f"name one as eos_token in {folder}/tokenizer_config.json"
     raise ValueError(f"data.tokenizer={name} has no special token that ends a text: {remedy}")
 
 
-def _named_end(values: Mapping[str, Any], backend: Any) -> int | None:
-    """The id of the end token that a file names, by its text or by its id; None if the vocabulary has no such token."""
-    token = values.get("eos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    end = values.get("eos_token_id")
-    if token:
-        end = backend.token_to_id(str(token))
-    if isinstance(end, list):  # several tokens may end a text; the first one is ours
-        end = next(iter(end), None)
-    # Somebody else's file may have anything here.
-    is_id = type(end) is int and 0 <= end < MAX_RANK
-    return end if is_id and backend.id_to_token(end) is not None else None
-
-
-def _byte_pieces(backend: Any, vocab_size: int, name: str) -> tuple[list[bytes], torch.Tensor]:
+def _byte_pieces(backend: Any, vocab_size: int) -> tuple[list[bytes], torch.Tensor]:
     """The bytes of each token, b"" for unused ids, and how many count as text: int64 [vocab_size], 0 if special."""
     # The file has names of tokens, not their bytes. There are two kinds: byte-level names have a printable character
     # for each byte; those of SentencePiece are text, with "▁" for a space and <0xNN> for a byte. The names of added
@@ -170,26 +160,17 @@ def _byte_pieces(backend: Any, vocab_size: int, name: str) -> tuple[list[bytes],
         if i in added:
             pieces[i] = token.encode()
         elif byte_level:
-            try:
-                pieces[i] = _byte_level(token)
-            except KeyError:
-                raise _unknown_bytes(name) from None
+            pieces[i] = _byte_level(token)
         else:
             pieces[i] = token.replace("▁", " ").encode()
             byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
             if byte:
                 pieces[i] = bytes.fromhex(byte[1])
-    sizes = torch.tensor([len(piece) for piece in pieces])
-    for i, token in added.items():
-        if token.special:
-            sizes[i] = 0
-    return pieces, sizes
-
-
-def _unknown_bytes(name: str) -> ValueError:
-    remedy = "choose one that is byte-level (GPT-2, Llama 3, Qwen), or has byte fallback (Llama 2)"
-    return ValueError(f"data.tokenizer={name}: the bytes of its tokens are unknown: {remedy}")
+    special = {i for i, token in added.items() if token.special}
+    sizes = [0 if i in special else len(piece) for i, piece in enumerate(pieces)]
+    return pieces, torch.tensor(sizes)
 
 
 def _byte_level(token: str) -> bytes:
-    return bytes(BYTE_OF[character] for character in token)
+    # As the library does, which takes a name with other characters as it is.
+    return bytes(map(BYTE_OF.__getitem__, token)) if BYTE_OF.keys() >= set(token) else token.encode()

@@ -1,6 +1,6 @@
 """Preparation: documents are tokenised once, into memory-mapped files that a manifest describes.
 
-    <folder>/manifest.json    counts, hashes of all files, tokenizer; and a hash of these values
+    <folder>/manifest.json    counts, hashes of all files, tokenizer; and a checksum of these values
     <folder>/{train,val}.bin  token ids, uint16 or uint32; every document ends in the end-of-text token
     <folder>/{train,val}.files  the number of each document's file, uint32
     <folder>/bpe-N.tiktoken   in a folder of its own: a vocabulary trained on the corpus
@@ -14,11 +14,10 @@ already in validation is left out, and so are empty documents. Repetitions withi
 import hashlib
 import itertools
 import json
-import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer
-from ropewalk.files import read_json, sha256, whole_folder
+from ropewalk.files import read_json, sealed, sha256, unsealed, whole_folder, write_json
 
 FORMAT = 7  # raised when the same documents and options give other files
 SAMPLED_BYTES = 2**27  # of a corpus, to train a vocabulary on
@@ -73,15 +72,9 @@ class Split:
     @cached_property
     def offsets(self) -> np.ndarray:
         """The token at which each document begins, and the stream's end: int64 [documents + 1]."""
-        # The stream ends in the end-of-text token, which occurs at ends of documents alone. It is compared in parts,
-        # since a comparison takes a byte of memory for each token.
+        # The stream ends in the end-of-text token, which occurs at ends of documents alone.
         stream = self.stream()
-        part = 2**26
-        offsets = [np.zeros(1, dtype=np.int64)]
-        for i in range(0, self.tokens, part):
-            ends = np.flatnonzero(stream[i : i + part] == stream[-1])
-            offsets.append(ends + i + 1)
-        return np.concatenate(offsets)
+        return np.append(0, np.flatnonzero(stream == stream[-1]) + 1)
 
     @cached_property
     def files(self) -> np.ndarray:
@@ -103,9 +96,7 @@ class Split:
         return block[:, :-1].contiguous(), block[:, 1:].clone()  # with one window, contiguous() would share memory
 
 
-def prepare(
-    source: Source, tokenizer: Tokenizer, prefix: Path, val_fraction: float, progress: bool = False
-) -> dict[str, Split]:
+def prepare(source: Source, tokenizer: Tokenizer, prefix: Path, val_fraction: float) -> dict[str, Split]:
     """Open the splits "train" and "val" of these documents, after writing them unless they exist.
 
     Args:
@@ -113,17 +104,12 @@ def prepare(
         tokenizer: encodes them.
         prefix: folder and beginning of the name of the prepared folder.
         val_fraction: approximate share of the documents for validation.
-        progress: show a progress bar.
 
     Raises:
         ValueError: a split would be empty, the folder cannot be written, or its files have changed since.
     """
-
-    def write(folder: Path) -> None:
-        _write_splits(folder, source, tokenizer, val_fraction, progress)
-
-    labelled = prefix.with_name(f"{prefix.name}-{tokenizer.label}")
-    return _open(_prepared_folder(labelled, source, [tokenizer.hash, val_fraction], write))
+    write = partial(_write_splits, source=source, tokenizer=tokenizer, val_fraction=val_fraction)
+    return _open(_prepared_folder(prefix, tokenizer.label, source, [tokenizer.hash, val_fraction], write))
 
 
 def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: float) -> Path:
@@ -141,22 +127,21 @@ def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: flo
         chosen = ~for_val
         # The sample is the documents with the highest hashes: it depends on their ids alone, and a larger val_fraction,
         # which takes the lowest, hardly changes it.
-        if len(hashes):  # no documents have no quantile
-            share = min(1.0, SAMPLED_BYTES / max(1, sizes.sum()))
-            chosen &= hashes >= np.quantile(hashes, 1 - share)
-        documents = _documents(source, chosen, "reading", sys.stderr.isatty())
-        texts = (text.decode("utf-8", "replace") for _, text in documents)
+        if sizes.sum() > SAMPLED_BYTES:
+            chosen &= hashes >= np.quantile(hashes, 1 - SAMPLED_BYTES / sizes.sum())
+        texts = (text.decode("utf-8", "replace") for _, text in _documents(source, chosen, "reading"))
         hf_tokenizer.train(texts, size, folder / name)
 
-    folder = prefix.with_name(f"{prefix.name}-train-{size}")
-    return _prepared_folder(folder, source, [size, val_fraction], write) / name
+    return _prepared_folder(prefix, f"train-{size}", source, [size, val_fraction], write) / name
 
 
-def _prepared_folder(prefix: Path, source: Source, request: list[Any], write: Callable[[Path], None]) -> Path:
+def _prepared_folder(
+    prefix: Path, label: str, source: Source, request: list[Any], write: Callable[[Path], None]
+) -> Path:
     """Return the complete folder that `write` has filled, now or in an earlier call with the same arguments.
 
     Args:
-        prefix: beginning of the folder's path; a hash of the documents and the request is its end.
+        prefix, label: beginning of the folder's path; a hash of the documents and the request is its end.
         request: plain values that decide what is written.
         write: called with an empty folder, unless the request has been served before.
 
@@ -164,18 +149,19 @@ def _prepared_folder(prefix: Path, source: Source, request: list[Any], write: Ca
         ValueError: the folder cannot be written, or the documents changed while they were read.
     """
     before = source.fingerprint()
-    folder = prefix.with_name(f"{prefix.name}-{_hash([FORMAT, before, *request])[:12]}")
+    digest = hashlib.sha256(json.dumps([FORMAT, before, *request]).encode()).hexdigest()
+    folder = prefix.with_name(f"{prefix.name}-{label}-{digest[:12]}")
     try:
         if folder.exists():
             return folder
-        with whole_folder(folder) as partial:
+        with whole_folder(folder) as unfinished:
             if not folder.exists():  # another process may have made it while this one waited
-                write(partial)
+                write(unfinished)
                 # Documents are read several times and told apart by their numbers. If a file grows meanwhile, a text
                 # could be in both splits, or in none.
                 if source.fingerprint() != before:
                     raise ValueError("the documents changed while they were read: try again when nobody writes to them")
-                partial.replace(folder)
+                unfinished.replace(folder)
     except OSError as error:
         raise ValueError(f"the data cannot be prepared in data.cache_dir={prefix.parent}: {error}") from None
     return folder
@@ -195,14 +181,14 @@ def _split(source: Source, val_fraction: float) -> tuple[np.ndarray, np.ndarray,
     return np.array(hashes), np.array(sizes), for_val
 
 
-def _documents(source: Source, chosen: np.ndarray, task: str, progress: bool) -> Iterable[tuple[str, bytes]]:
-    """The id and the text of the chosen documents, with a progress bar that shows the name of the task."""
+def _documents(source: Source, chosen: np.ndarray, task: str) -> Iterable[tuple[str, bytes]]:
+    """The id and the text of the chosen documents. A terminal shows a progress bar with the name of the task."""
     documents = itertools.compress(source.documents(), chosen)
     console = Console(stderr=True)
-    return track(documents, task, chosen.sum(), console=console, transient=True, disable=not progress)
+    return track(documents, task, chosen.sum(), console=console, transient=True, disable=not console.is_terminal)
 
 
-def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fraction: float, progress: bool) -> None:
+def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fraction: float) -> None:
     """Fill the folder. Raises ValueError if a split has no document."""
     *_, for_val = _split(source, val_fraction)
     # Validation is written first, and training leaves out the texts in it: a text in both would be read in training and
@@ -210,7 +196,7 @@ def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fracti
     seen: set[bytes] = set()
     manifest: dict[str, Any] = {"tokenizer": {"name": tokenizer.name, "hash": tokenizer.hash}}
     for name, chosen in (("val", for_val), ("train", ~for_val)):
-        documents = _documents(source, chosen, f"tokenising {name}", progress)
+        documents = _documents(source, chosen, f"tokenising {name}")
         manifest[name] = _write_split(folder, name, documents, tokenizer, seen)
     n_val = manifest["val"]["documents"]
     n_train = manifest["train"]["documents"]
@@ -220,8 +206,7 @@ def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fracti
             f"repeated ones do not count), but each needs one: add documents, change data.val_fraction="
             f"{val_fraction:g}, or lower data.document_bytes, so that a single long file counts as several"
         )
-    manifest["sha256"] = _hash(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    write_json(folder / "manifest.json", sealed(manifest))
 
 
 def _write_split(
@@ -272,18 +257,11 @@ def _write_split(
     return {"name": name, "dtype": dtype, **counts, **hashes}
 
 
-def _hash(values: Any) -> str:
-    """Hash plain values."""
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
 def _open(folder: Path) -> dict[str, Split]:
     """The splits in a prepared folder. Raises ValueError if its files are not as they were written."""
     splits = {}
     try:
-        manifest = read_json(folder / "manifest.json")
-        if manifest.pop("sha256") != _hash(manifest):
-            raise ValueError("manifest.json has changed since it was written")
+        manifest = unsealed(read_json(folder / "manifest.json"))
         for name in ("train", "val"):
             split = Split(folder, **manifest[name])
             splits[name] = split
@@ -298,6 +276,5 @@ def _open(folder: Path) -> dict[str, Split]:
 def _check(path: Path, size: int, digest: str) -> None:
     """Raise ValueError if a file has changed since it was written with this size and hash."""
     # Hashing a file of many GB would delay each start. Its size shows at least that it is complete.
-    changed = path.stat().st_size != size
-    if changed or (size <= HASHED_BYTES and sha256(path) != digest):
+    if path.stat().st_size != size or (size <= HASHED_BYTES and sha256(path) != digest):
         raise ValueError(f"{path.name} has changed since it was written")

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -34,7 +34,6 @@ class TextData(Data):
     cache_dir: str = "prepared"  # folder of the prepared data
     documents: Literal["cross", "mask"] = "cross"  # mask: attention does not look beyond the start of its document
     bos: Literal["auto", "none"] = "auto"  # auto: texts begin with the token that a published tokenizer puts there
-    prepared: dict[str, Split] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         kind, _, size = self.tokenizer.partition(":")
@@ -42,7 +41,7 @@ class TextData(Data):
             raise ValueError(f"data.tokenizer={self.tokenizer}: give train: a number of tokens, as in train:4096")
 
     @abstractmethod
-    def source(self, progress: bool) -> Source:
+    def source(self) -> Source:
         """The documents."""
 
     @cached_property
@@ -53,8 +52,13 @@ class TextData(Data):
             return HFTokenizer(value)
         if kind == "train":
             prefix = Path(self.cache_dir, self.label)
-            return Tokenizer(str(trained_tokenizer(self.source(False), int(value), prefix, self.val_fraction)))
+            return Tokenizer(str(trained_tokenizer(self.source(), int(value), prefix, self.val_fraction)))
         return Tokenizer(self.tokenizer)
+
+    @cached_property
+    def prepared(self) -> dict[str, Split]:
+        """The splits "train" and "val", prepared when they are first asked for."""
+        return prepare(self.source(), self.encoder, Path(self.cache_dir, self.label), self.val_fraction)
 
     @property
     def vocab_size(self) -> int:
@@ -64,13 +68,10 @@ class TextData(Data):
     def token_bytes(self) -> Tensor:
         """Bytes of each token. Those of the validation split add up to the bytes of its texts.
 
-        Where a tokenizer changes texts, such as to lower case, its tokens have a share of these bytes: float64.
+        Where a tokenizer changes texts, such as to lower case, its tokens have a share of these bytes.
         """
-        sizes = self.encoder.token_bytes
-        val = self.prepared.get("val")
-        if val and val.bytes != val.token_bytes:
-            return sizes.double() * (val.bytes / max(val.token_bytes, 1))
-        return sizes
+        val = self.prepared["val"]
+        return self.encoder.token_bytes.double() * (val.bytes / max(val.token_bytes, 1))
 
     def encode(self, text: str) -> list[int]:
         return self.encoder.encode([text])[0].tolist()
@@ -78,18 +79,13 @@ class TextData(Data):
     def decode(self, ids: Sequence[int]) -> str:
         return self.encoder.decode(ids)
 
-    def prepare(self, progress: bool = False) -> None:
-        if not self.prepared:
-            prefix = Path(self.cache_dir, self.label)
-            self.prepared = prepare(self.source(progress), self.encoder, prefix, self.val_fraction, progress)
+    def prepare(self) -> None:
+        self._split("train")
 
     def identity(self) -> dict[str, Any]:
-        identity = self.tokenizer_identity()
-        for name in ("train", "val"):
-            identity[f"{name}_sha256"] = self._split(name).sha256
-        if self.text_start is not None:
-            identity["bos"] = self.text_start
-        return identity
+        hashes = {f"{name}_sha256": self._split(name).sha256 for name in ("train", "val")}
+        start = {} if self.text_start is None else {"bos": self.text_start}
+        return self.tokenizer_identity() | hashes | start
 
     def tokenizer_identity(self) -> dict[str, Any]:
         return {"tokenizer": self.encoder.hash}
@@ -114,7 +110,6 @@ class TextData(Data):
 
     def _split(self, name: str, length: int = 0) -> Split:
         """Return a split. Raises ValueError unless it has a window of `length` tokens and its targets."""
-        assert self.prepared, "call prepare() first"
         split = self.prepared[name]
         if split.tokens <= length:
             raise ValueError(
@@ -175,7 +170,12 @@ class TextData(Data):
         turns = np.arange(len(owners)) - np.repeat(counts.cumsum() - counts, counts)
         first = np.argsort(turns, kind="stable")[:sequences]
         ends = offsets[owners[first]] + (turns[first] + 1) * longest
-        documents = _documents_of_texts(split, owners[first])
+        # The document of each text is its file. If all are from one file, its pieces count as documents instead; if
+        # they are from one piece, each text counts as a document of its own.
+        documents = None
+        for numbers in (owners[first], split.files[owners[first]]):
+            if len(np.unique(numbers)) > 1:
+                documents = numbers.tolist()
         return [self._eval_set(ends, length, target_tokens, documents) for length in lengths]
 
     def _eval_set(
@@ -214,15 +214,3 @@ def _window_starts(ranks: np.ndarray, tokens: int, length: int, seed: int) -> np
         rows = epochs == epoch
         starts[rows] = int(phase) % tokens + length * feistel_permutation(windows[rows], n, keys)
     return starts
-
-
-def _documents_of_texts(split: Split, documents: np.ndarray) -> list[int] | None:
-    """Return `EvalSet.documents` for texts from these documents of the split: the number of each text's file.
-
-    If all texts are from one file, its pieces count as documents instead; if they are from one piece, each text counts
-    as a document of its own, which is None.
-    """
-    for numbers in (split.files[documents], documents):
-        if len(np.unique(numbers)) > 1:
-            return numbers.tolist()
-    return None

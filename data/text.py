@@ -10,7 +10,7 @@ from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -30,7 +30,7 @@ class StdlibCode(TextData):
 
     tokenizer: str = "train:2048"
 
-    def source(self, progress: bool) -> Source:
+    def source(self) -> Source:
         return read_files(stdlib_files())
 
 
@@ -43,7 +43,7 @@ class TextFiles(TextData):
     files: str | Annotated[list[str], Field(min_length=1)]  # glob patterns; ** matches any number of folders
     document_bytes: Annotated[int, Field(ge=64)] = 2**17
 
-    def source(self, progress: bool) -> Source:
+    def source(self) -> Source:
         patterns = [self.files] if isinstance(self.files, str) else self.files
         return read_files(matching_files(patterns), self.document_bytes)
 
@@ -61,14 +61,13 @@ class HuggingFace(TextData):
     text_field: str = "text"  # column that holds the text
     revision: str | None = None  # commit, branch or tag on the hub; give one to keep the data as they are
 
-    def source(self, progress: bool) -> Source:
+    def source(self) -> Source:
         import datasets  # takes seconds, so only where it is used
 
-        if not progress:
-            datasets.disable_progress_bars()
-        options: dict[str, Any] = {"split": self.split, "data_files": self.data_files, "revision": self.revision}
         try:
-            rows = datasets.load_dataset(self.path, self.subset, **options)
+            rows = datasets.load_dataset(
+                self.path, self.subset, split=self.split, data_files=self.data_files, revision=self.revision
+            )
         except Exception as error:  # the library, the hub and the network have many
             cause = error.__cause__ or error  # the error that says why, of "occurred while generating the dataset"
             reason = str(cause).strip().split("\n")[0][:300]
@@ -181,9 +180,7 @@ def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
         names = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
         files = [Path(name) for name in names if os.path.isfile(name)]
         if not files:
-            remedy = "a folder's files are data.files='FOLDER/**/*'"
-            if "[" in pattern:
-                remedy += ", and [[] stands for a bracket, as [ ] are a choice of characters"
+            remedy = "a folder's files are data.files='FOLDER/**/*', and [[] stands for a bracket"
             raise ValueError(f"data.files={pattern} matches no file (seen from {Path.cwd()}); {remedy}")
         paths += files
         folders.append(Path(*itertools.takewhile(lambda part: not re.search(r"[*?[]", part), path.parts[:-1])))

@@ -11,7 +11,7 @@ import numpy as np
 import tiktoken
 import torch
 
-from ropewalk.files import read_bytes
+from ropewalk.files import read_bytes, refuse_link
 
 END = "<|endoftext|>"
 MAX_RANK = 2**22  # ids are below it: a larger one would take all memory, and no vocabulary has it
@@ -39,18 +39,17 @@ class Tokenizer:
     """
 
     def __init__(self, name: str = "bytes") -> None:
-        encoding = _load(name)
         self.name = name
-        self.encoding = encoding
+        self.encoding = _load(name)
         self.files = [Path(name)] if Path(name).is_file() else []  # a run keeps them, to decode its tokens anywhere
-        self.label = encoding.name  # fit for the name of a file
-        self.eot = encoding.eot_token  # id of the token between documents
+        self.label = self.encoding.name  # fit for the name of a file
+        self.eot = self.encoding.eot_token  # id of the token between documents
         self.bos: int | None = None  # id of the token that begins every text, if there is one
-        self.vocab_size = encoding.n_vocab  # including unused ids
+        self.vocab_size = self.encoding.n_vocab  # including unused ids
         # tiktoken has no public access to these three (as of 0.14).
-        self.ranks = encoding._mergeable_ranks
-        self.pattern = encoding._pat_str
-        special = encoding._special_tokens
+        self.ranks = self.encoding._mergeable_ranks
+        self.pattern = self.encoding._pat_str
+        special = self.encoding._special_tokens
 
         self.pieces = [b""] * self.vocab_size  # bytes of each token, b"" for unused ids
         for piece, i in self.ranks.items():
@@ -62,10 +61,8 @@ class Tokenizer:
 
         # The hash covers everything that decides the ids of a text: runs and results are compared by it.
         special_ids = set(special.values())
-        digest = hashlib.sha256(f"{self.pattern}\n{self.eot}\n".encode())
-        for i, piece in enumerate(self.pieces):
-            digest.update(b"%d %d %s\n" % (i, i in special_ids, piece.hex().encode()))
-        self.hash = digest.hexdigest()
+        lines = [f"{i} {i in special_ids:d} {piece.hex()}\n" for i, piece in enumerate(self.pieces)]
+        self.hash = hashlib.sha256("".join([f"{self.pattern}\n{self.eot}\n", *lines]).encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, unsigned integers [tokens]. Lone surrogates, which UTF-8 lacks, are replaced."""
@@ -124,10 +121,7 @@ def _read_ranks(path: str, published: list[str]) -> dict[bytes, int]:
     # tiktoken's own reader caches by path, and would miss that a file has changed.
     ranks: dict[bytes, int] = {}
     try:
-        # Reading a named pipe would wait for a writer, and a device may never end.
-        if Path(path).exists() and not Path(path).is_file():
-            raise ValueError("it is not a plain file")
-        lines = [line for line in read_bytes(Path(path)).splitlines() if line]
+        lines = [line for line in read_bytes(refuse_link(Path(path).resolve())).splitlines() if line]
         for line in lines:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)

@@ -123,12 +123,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
         ctx = replace(ctx, window=None)  # it hides nothing
     if bias is None and ctx.window is None:
         # One kernel without a mask. A single query is the newest token, and sees every key.
-        if n_queries == n_keys:
-            return fused(q, k, v, ctx, causal=True)
         if n_queries == 1:
             return fused(q, k, v, ctx)
         # A GPU reads a piece of a text by one kernel. Elsewhere, and compiled, PyTorch makes a mask of all pairs.
-        if q.is_cuda and not torch.compiler.is_compiling():
+        if n_queries == n_keys or (q.is_cuda and not torch.compiler.is_compiling()):
             return fused(q, k, v, ctx, causal=True)
 
     def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
@@ -226,9 +224,8 @@ def in_blocks(
         stop = min(n_queries, start + BLOCK)
         # The oldest visible key is the farthest in the window of the first query; the newest is the last query's own.
         low = 0 if ctx.window is None else max(0, past + start + 1 - ctx.window)
-        end = past + stop
         block_queries = [x[:, :, start:stop] for x in queries]
-        block_keys = [x[:, :, low:end] for x in keys]
+        block_keys = [x[:, :, low : past + stop] for x in keys]
         out.append(function(*block_queries, *block_keys, ctx.block(start, stop, low)))
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 

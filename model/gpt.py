@@ -141,8 +141,8 @@ class GPT(nn.Module):
         self.encodings = position.build_encodings(pe, Shape.of(cfg, train_len))
         for encoding in self.encodings:
             if cfg.sinks and not encoding.has_softmax:
-                lacking = type(encoding).__name__
-                raise ValueError(f"model.sinks=true takes part in a softmax, which {lacking} lacks: set it to false")
+                name = type(encoding).__name__
+                raise ValueError(f"model.sinks=true takes part in a softmax, which {name} lacks: set it to false")
 
         # Padded to a multiple of `vocab_multiple`, since GPUs multiply matrices of round sizes faster.
         rows = math.ceil(vocab_size / cfg.vocab_multiple) * cfg.vocab_multiple

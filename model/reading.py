@@ -28,16 +28,12 @@ Positions = tuple[Tensor, int]  # positions of tokens, int64 [T], ascending; and
 SHORTEST = 16
 
 
+@dataclass(eq=False)
 class Reading:
-    """Base of the readings. By itself it reads each row as one text, or as the next tokens of the one in the cache.
+    """Base of the readings. By itself it reads each row as one text, or as the next tokens of the one in the cache."""
 
-    Args:
-        positions: where the tokens, those in the cache included, stand in a longer text whose other tokens are left
-            out; and its length.
-    """
-
-    def __init__(self, positions: Positions | None = None) -> None:
-        self.positions = positions
+    # Where the tokens, those in the cache included, stand in a longer text whose other tokens are left out.
+    positions: Positions | None = None
 
     def contexts(
         self, encodings: Iterable[PositionEncoding], idx: Tensor, cache: Cache | None
@@ -68,6 +64,7 @@ class Reading:
 WHOLE = Reading()  # whole texts, from position 0 on
 
 
+@dataclass(eq=False, kw_only=True)
 class Packed(Reading):
     """Documents as documents: in a batch of packed rows, the attention of every layer stays within each document.
 
@@ -77,13 +74,11 @@ class Packed(Reading):
     as it is packed.
     """
 
-    def __init__(self, rows: list[Tensor], place: Tensor, pos: Tensor) -> None:
-        super().__init__()
-        # One tensor int64 [n, L] for each width L: row by row the tokens of n pieces of up to L tokens, as indices into
-        # the flat batch [B T].
-        self.rows = rows
-        self.place = place  # int64 [B, T]: where each token stands in all tensors of `rows`, laid end to end
-        self.pos = pos  # int64 [B, T]: position of each token within its piece
+    # One tensor int64 [n, L] for each width L: row by row the tokens of n pieces of up to L tokens, as indices into the
+    # flat batch [B T].
+    rows: list[Tensor]
+    place: Tensor  # int64 [B, T]: where each token stands in all tensors of `rows`, laid end to end
+    pos: Tensor  # int64 [B, T]: position of each token within its piece
 
     @uncompiled
     def contexts(
@@ -91,7 +86,8 @@ class Packed(Reading):
     ) -> tuple[Tensor, Tensor, Contexts]:
         assert cache is None
         device = idx.device
-        here = Packed([rows.to(device) for rows in self.rows], self.place.to(device), self.pos.to(device))
+        rows = [rows.to(device) for rows in self.rows]
+        here = Packed(rows=rows, place=self.place.to(device), pos=self.pos.to(device))
         # Each piece is a text of its own, so its positions begin at 0, and all rows of a width share one context.
         positions = [torch.arange(rows.size(1), device=device) for rows in here.rows]  # [L] of each width
         contexts = {}
@@ -164,7 +160,7 @@ def packed(idx: Tensor, end: int | None) -> Reading:
         rows.append(tokens)
         n_placed += tokens.numel()
     pos = torch.arange(total) - first.repeat_interleave(sizes)
-    return Packed(rows, place.view_as(idx), pos.view_as(idx))
+    return Packed(rows=rows, place=place.view_as(idx), pos=pos.view_as(idx))
 
 
 @dataclass(frozen=True)

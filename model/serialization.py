@@ -3,20 +3,17 @@
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import safetensors.torch
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from safetensors.torch import save as serialize
 from torch import Tensor
 
 from conf.schema import GPTConfig, parse, without_gone
 from model import position
 from model.gpt import GPT
-from ropewalk.files import atomic_write, read_json, refuse_link, sealed, sha256, unsealed, write_json
+from ropewalk.files import read_json, refuse_link, sealed, sha256, unsealed, write_bytes, write_json
 
-T = TypeVar("T")
 FORMAT = 2
 LARGEST = 2**31  # no number of tokens is as large
 WEIGHTS = "model.safetensors"
@@ -36,12 +33,11 @@ def save(
         original_len: length in tokens of the longest text that these weights, or those that they were initialised from,
             were trained to read without a scaling; default train_len.
     """
-    if weights is None:
-        weights = net.state_dict()
+    weights = weights or net.state_dict()
     tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     if net.cfg.tie_embeddings:  # one tensor under two names, which safetensors refuses
         del tensors["head.weight"]
-    content = serialize(tensors, metadata={"format": "pt"})
+    content = safetensors.torch.save(tensors, metadata={"format": "pt"})
     description: dict[str, Any] = {
         "format": FORMAT,
         "model": net.cfg.model_dump(),
@@ -53,8 +49,7 @@ def save(
         "sha256": hashlib.sha256(content).hexdigest(),
     }
     # The weights first: a folder is a trained model once it has model.json, which names their hash.
-    with atomic_write(Path(folder) / WEIGHTS) as file:
-        file.write(content)
+    write_bytes(Path(folder) / WEIGHTS, content)
     write_json(Path(folder) / DESCRIPTION, sealed(description))
 
 
@@ -139,9 +134,9 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
     # copied while it was being written.
     try:
         # First the header, which says how long the file is: it may be a sparse one without an end.
-        weights = renamed(load_file(refuse_link(path)))
+        weights = renamed(safetensors.torch.load_file(refuse_link(path)))
         digest = sha256(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
     if description.get("sha256") != digest:
         raise ValueError(f"{path} is damaged or of another model: its SHA-256 is not that of {DESCRIPTION}")
@@ -155,8 +150,8 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
     return weights
 
 
-def renamed(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The tensors of a file, or what is known of each, under the names of this version.
+def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file under the names of this version.
 
     A checkpoint's names end in that of a moment, too.
     """

@@ -20,15 +20,6 @@ MAX_LINE = 2**24  # characters of the longest line of a file that is read line b
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Add the file's name to errors of writing, as the error of a full disk does not have it."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
-
-
-@contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a file to write to, which replaces `path` once it is complete and on the disk.
 
@@ -43,17 +34,18 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     # Renaming is atomic, but only what is on the disk survives a machine that stops: the content is synced before the
     # rename, and the folder, which holds the new name, after it.
-    with _naming(path):
-        try:
-            with temporary.open("xb") as file:  # x: never through a link that came with somebody else's folder
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            sync(path.parent)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+    try:
+        with temporary.open("xb") as file:  # x: never through a link that came with somebody else's folder
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync(path.parent)
+    except OSError as error:  # that of a full disk does not name the file
+        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -113,12 +105,8 @@ def _checksum(values: Mapping[str, Any]) -> str:
 
 
 def append(path: Path, text: str) -> None:
-    """Add text to the end of a file.
-
-    Raises:
-        OSError: names `path` and the reason.
-    """
-    with _naming(path), path.open("a", encoding="utf-8") as file:
+    """Add text to the end of a file."""
+    with path.open("a", encoding="utf-8") as file:
         file.write(text)
 
 

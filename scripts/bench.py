@@ -6,9 +6,7 @@ python scripts/bench.py mode=training "encodings=[nope,alibi,cope]" train_len=51
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    from start import run
-
-    run("scripts.bench")
+    import start as start  # runs this program
 
 from typing import Literal
 

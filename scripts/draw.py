@@ -7,9 +7,7 @@ python scripts/draw.py out=docs/pictures 'formats=[svg]'           the pictures 
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    from start import run
-
-    run("scripts.draw")
+    import start as start  # runs this program
 
 from lab.pictures import gallery
 from ropewalk.app.cli import program

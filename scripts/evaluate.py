@@ -12,9 +12,7 @@ run of its own, of 0 steps: python train.py init_from=RUN trainer.max_steps=0 da
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    from start import run
-
-    run("scripts.evaluate")
+    import start as start  # runs this program
 
 from typing import Any
 
@@ -61,7 +59,7 @@ def main(args: Arguments) -> None:
         model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
         model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
         distributed.install_kernels(model.net.encodings, hardware)
-        model.data.prepare(progress=True)
+        model.data.prepare()
         check_identity(path, model.data.identity())
         asked = None if args.measures is None else [measure_of(args, measure) for measure in args.measures]
         # If other encodings are asked for, results of the trained encoding are not measured again.

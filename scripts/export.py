@@ -4,9 +4,7 @@ python scripts/export.py run=runs/rope-code out=rope-code-hf
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    from start import run
-
-    run("scripts.export")
+    import start as start  # runs this program
 
 from functools import partial
 from typing import Any

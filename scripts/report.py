@@ -12,9 +12,7 @@ python scripts/report.py out=gain.pdf 'only=[rope-*,kerple-*]'          the firs
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    from start import run
-
-    run("scripts.report")
+    import start as start  # runs this program
 
 import re
 import sys

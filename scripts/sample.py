@@ -8,9 +8,7 @@ python scripts/sample.py run=runs/rope-code pe=rerope max_new_tokens=2000
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
-    from start import run
-
-    run("scripts.sample")
+    import start as start  # runs this program
 
 import itertools
 import sys

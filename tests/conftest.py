@@ -22,7 +22,8 @@ from model.gpt import GPT
 from model.position.layer import init_parameters, make_context
 from model.position.network import at_scale, view
 from ropewalk.app import cli
-from ropewalk.app.run_dir import read_metrics
+from ropewalk.app.run_dir import RunDir, read_metrics
+from ropewalk.app.sweep import outcome, to_do
 from ropewalk.report import page
 
 os.environ["OMP_NUM_THREADS"] = "1"  # in each process, also of those that tests start: the order of sums depends on it
@@ -252,12 +253,15 @@ def write_knots(folder: Path) -> Path:
 
 
 def train_here(runs) -> list[str]:
-    """As `side_by_side.train_all`, but in this process, which has imported what a run needs."""
+    """As `train_all`, but in this process, which has imported what a run needs."""
     from train import train
 
-    for run in runs:
-        train(run)
-    return []
+    failed = []
+    for cfg in to_do(map(RunDir, runs)):
+        said = outcome(train, cfg)
+        print(f"{cfg.name}: {said}")
+        failed += [cfg.name] * bool(said)
+    return failed
 
 
 @pytest.fixture
@@ -267,7 +271,7 @@ def train(tmp_path, monkeypatch, capfd):
     It has to end with the exit code `code`, or with any for None.
     """
     monkeypatch.setattr(page, "html", lambda *_: "")  # it takes as long as all else: REPORT, where it matters
-    monkeypatch.setattr("ropewalk.app.side_by_side.processes", lambda cfg: 1)  # else it would depend on the machine
+    monkeypatch.setattr("ropewalk.app.sweep.train_all", train_here)
     corpus = write_knots(tmp_path / "corpus")
     own = [
         f"runs_dir={tmp_path / 'runs'}",

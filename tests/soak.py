@@ -4,7 +4,7 @@ OMP_NUM_THREADS=1 python -m tests.soak kills=50 data=flip_flop model.dropout=0.1
 
 A quarter of the SIGKILLs come while the process starts, a quarter just before a write to the disk, the others at any
 time. A run that comes to its end is compared, and the next one begins in its place. The other keys are those of
-train.py; overwrite=true is always among them. Prints a report; exits with 1 if anything differs, or is left over.
+train.py. Prints a report; exits with 1 if anything differs, or is left over.
 
 Processes are forked with the libraries imported, which take most of the time of a start and write nothing.
 """
@@ -50,12 +50,7 @@ def ends_before(overrides: list[str], run: Path, delay: float | None = None, act
 
     ConfigError: it ended by itself, but not well.
     """
-    arguments = [
-        *overrides,
-        f"runs_dir={run.parent}",
-        f"name={run.name}",
-        "overwrite=true",
-    ]
+    arguments = [*overrides, f"runs_dir={run.parent}", f"name={run.name}"]
     with tempfile.NamedTemporaryFile("r") as said:
         process = start(arguments, action, said.name)
         process.join(delay)

@@ -18,6 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from conf.schema import parse
 from docs import results
+from lab.board import tries
 from model import serialization
 from ropewalk.app.cli import composed, plain
 from ropewalk.app.init_from import train_values
@@ -54,7 +55,8 @@ NO_OVERRIDES = ("-m", "\\", "--cfg", "job", "...")
 FENCED = re.compile(r"^```(?:sh|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?<=\n\n)    (?:python|pip|bash|make) .*\n(?:    .*\n)*")
 # Makes bash write down what it would call.
-RECORD = r"""exec 3>&1 >/dev/null; command_not_found_handle() { printf '%s\n' "$@" '' >&3; }; PATH=/nowhere; """
+RECORD = r"""exec 3>&1 >/dev/null; command_not_found_handle() { printf '%s\n' "$@" '' >&3; }; PATH=/nowhere
+SLURM_ARRAY_TASK_ID=1; """
 
 
 def without_code(text):
@@ -125,12 +127,10 @@ def check_job(program, overrides):
     module = import_module(f"scripts.{program}")
     with composed(program, *overrides) as config:
         values = plain(config)
+        (argument,) = inspect.signature(module.main).parameters.values()
+        args = parse(argument.annotation, values)
         if program == "judge":  # its other keys are those of train.py
-            own = {key: values[key] for key in module.Arguments.model_fields}
-            module.configurations(parse(module.Arguments, own))
-        else:
-            (argument,) = inspect.signature(module.main).parameters.values()
-            parse(argument.annotation, values)
+            tries.configurations(args)
 
 
 COMMANDS = all_commands()

@@ -31,7 +31,7 @@ def text(tmp_path) -> dict:
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_has_samples(experiment, text):
     """At the length of training, and at every length it is measured at."""
-    with composed("config", f"experiment={experiment}") as values:
+    with composed("train", f"experiment={experiment}") as values:
         cfg = configure(values)
     is_text = "data.text." in cfg.data["_target_"]
     data = build_data(text if is_text else cfg.data)

@@ -11,7 +11,7 @@ from differences import differences
 from process_helpers import On, power_cut, terminated
 
 from ropewalk.app.run_dir import read_config
-from ropewalk.app.sweep import plan
+from ropewalk.app.sweep import plan, train_all
 
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
 ROW = "ropewalk.app.run_dir.append"  # called five times in a run: call 8 is for step 3 of the second
@@ -47,7 +47,8 @@ def test_a_failing_job_is_named_and_the_others_go_on(train):
     with On(ROW, 2, power_cut):
         outcome = train("pe=rope,nope", *SHORT, "-m", code=1)
 
-    assert "[1/2] rope-text: failed: power cut" in outcome.err
+    assert "rope-text: failed: power cut" in outcome.out
+    assert "failed: rope-text; " in outcome.err
     assert "in power_cut\n" in outcome.err  # where, since it is nobody's mistake
     assert (train.runs / "nope-text" / "training.json").exists()
 
@@ -89,7 +90,8 @@ def test_an_experiment_may_say_what_is_swept():
 
 def test_runs_train_side_by_side(train, monkeypatch):
     """Each in a process of its own with its own log; what is complete is left alone, and what fails is named."""
-    monkeypatch.setattr("ropewalk.app.side_by_side.processes", lambda cfg: 2)
+    monkeypatch.setattr("ropewalk.app.sweep.train_all", train_all)
+    monkeypatch.setattr("ropewalk.app.sweep.processes", lambda cfg: 2)
     infinite = ["optim.warmup_steps=0", "optim.grad_clip=null"]  # with a rate that is too high
     sweep = ["pe=rope", "name='${pe.name}-${optim.lr}'", *infinite, *SHORT]
     train("optim.lr=0.002", *sweep)

@@ -1,5 +1,6 @@
 """A run from its command line to its files: complete, continued, refused, repeated."""
 
+import resource
 from functools import partial
 
 import pytest
@@ -35,7 +36,8 @@ def test_the_files_of_a_run(train, monkeypatch):
     training = read_json(run / "training.json")
 
     assert training["validation"]["loss"] == rows[-1]["val/loss"]
-    assert training["peak_memory_mb"] > 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    assert training["peak_memory_mb"] == pytest.approx(peak, rel=0.3)
 
     assert (run / "report.html").stat().st_size > 10_000
 

@@ -1,6 +1,7 @@
 """Base class of the tasks: random numbers that depend on a sample's index alone, batches and eval sets from them."""
 
 import hashlib
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -41,25 +42,9 @@ def uniforms(stream: str, indices: Sequence[int], *columns: int) -> list[np.ndar
     return np.split(numbers, np.cumsum(columns)[:-1], axis=1)
 
 
-def smallest(draws: np.ndarray, n: int) -> np.ndarray:
-    """Places of the `n` smallest numbers in each row of `draws`, the smallest first: [rows, n]."""
-    # Sorting only the n chosen ones saves most of the time where a text chooses few of many keys.
-    places = np.argpartition(draws, n - 1, axis=1)[:, :n]  # in any order
-    order = np.argsort(np.take_along_axis(draws, places, axis=1), axis=1)
-    return np.take_along_axis(places, order, axis=1)
-
-
 def choose(draws: np.ndarray, n: int) -> np.ndarray:
-    """Places of `n` of the columns in each row of `draws`, ascending, each choice equally probable: [rows, n]."""
-    return np.sort(smallest(draws, n), axis=1)
-
-
-def write(rows: np.ndarray, columns: np.ndarray, values: np.ndarray | bool) -> None:
-    """Set in each of `rows` [B, length] the entries at `columns` [B, ...] to `values`, of that shape or one for all."""
-    n = len(rows)
-    if isinstance(values, np.ndarray):
-        values = values.reshape(n, -1)
-    np.put_along_axis(rows, columns.reshape(n, -1), values, axis=1)
+    """Places of the `n` smallest numbers in each row of `draws`, ascending: [rows, n]."""
+    return np.sort(np.argpartition(draws, n - 1, axis=1)[:, :n], axis=1)
 
 
 def next_tokens(tokens: np.ndarray, is_target: np.ndarray) -> Sequences:
@@ -93,6 +78,12 @@ class Generated(Data):
 
     def identity(self) -> dict[str, Any]:
         return self.tokenizer_identity() | {"options": asdict(self), "version": self.version}
+
+    def check_length(self, length: int, possible: bool, needs: str) -> None:
+        """Raise ValueError, which says what these texts need, if one of `length` tokens is not possible."""
+        if not possible:
+            remedy = "choose train_len and eval.lengths accordingly"
+            raise ValueError(f"{type(self).__name__} needs {needs}, not {length}: {remedy}")
 
     def encode(self, text: str) -> list[int]:
         """Token ids of symbols separated by spaces. Raises ValueError: names a symbol that does not exist."""
@@ -128,11 +119,6 @@ class Task(Generated):
             Inputs, and targets that are IGNORE_INDEX where nothing is scored.
         """
 
-    def check_length(self, length: int, possible: bool, needs: str) -> None:
-        """Raise ValueError, which says what the task needs, if a sequence of `length` tokens is not possible."""
-        if not possible:
-            raise ValueError(f"{self.task} needs {needs}, not {length}: choose train_len and eval.lengths accordingly")
-
     def batch(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the samples `indices` of a stream of random numbers: int64 [len(indices), length]."""
         inputs, targets = self.sequences(partial(uniforms, stream, indices), length, difficulty)
@@ -145,10 +131,8 @@ class Task(Generated):
         return self._eval_set("validation", self.difficulties[0], length, max(1, tokens // length))
 
     def eval_sets(self, lengths: Sequence[int], *, target_tokens: int, sequences: int) -> list[EvalSet]:
-        eval_sets = []
-        for difficulty in self.difficulties:
-            eval_sets += [self._eval_set("test", difficulty, length, sequences) for length in lengths]
-        return eval_sets
+        parts = itertools.product(self.difficulties, lengths)
+        return [self._eval_set("test", difficulty, length, sequences) for difficulty, length in parts]
 
     def _eval_set(self, split: str, difficulty: str, length: int, n: int) -> EvalSet:
         # The length is in the stream's name, so the texts of one length do not depend on which others are measured.
@@ -161,6 +145,3 @@ class Task(Generated):
 
     def tokenizer_identity(self) -> dict[str, Any]:
         return {"task": self.task, "vocab": self.vocab}
-
-    def describe(self, length: int) -> list[str]:
-        return [f"task: {self.task}, {self.vocab_size} symbols, tested on {', '.join(self.difficulties)}"]

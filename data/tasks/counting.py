@@ -10,6 +10,7 @@ from pydantic import Field
 
 from data.tasks.base import PAD, Draw, Sequences, Task, next_tokens
 
+PAD_ID, PASS, FIRST_SET = range(3)  # token ids: the order of `vocab`
 FEWEST = 3  # operations of a program at least
 
 
@@ -103,46 +104,36 @@ class Counting(Task):
         before_set = np.maximum.accumulate(np.where(sets, total, 0), axis=2)
         values = total - before_set
         possible = ~(adds & (values > self.cap)).any(axis=0)
-        return Candidates(sets, adds, known, np.minimum(values, self.cap), possible)
+        chosen = np.concatenate((sets, adds))  # [2 V, B, C], in the order of `vocab`
+        tokens = np.where(chosen.any(axis=0), FIRST_SET + chosen.argmax(axis=0), PASS)
+        return Candidates(tokens, known, np.minimum(values, self.cap), possible)
 
     def _write(
         self, candidates: "Candidates", place: np.ndarray, n: np.ndarray, asked_draw: np.ndarray, length: int
     ) -> Sequences:
         """Write programs: passes, the possible candidates that have a place below n, the question and its answer."""
-        first_set = 2  # token ids: the order of `vocab`
-        first_add = first_set + self.variables
-        first_question = first_add + self.variables
-        first_value = first_question + self.variables
-        # the token of each candidate
-        operation = np.ones(place.shape, dtype=np.int64)  # pass
-        for variable in range(self.variables):
-            operation[candidates.sets[variable]] = first_set + variable
-            operation[candidates.adds[variable]] = first_add + variable
-
         column = np.arange(length + 1)
-        tokens = (column < n).astype(np.int64)  # passes, then padding
+        tokens = np.where(column < n, PASS, PAD_ID)
         used = place < n
         row, candidate = (used & candidates.possible).nonzero()
-        tokens[row, place[row, candidate]] = operation[row, candidate]
+        tokens[row, place[row, candidate]] = candidates.tokens[row, candidate]
 
         # The question is about one of the variables that have been set by the end; its value there is the answer.
         rows = np.arange(len(n))
         end = used.sum(axis=1) - 1  # the last candidate of each program
         asked = _one_of(candidates.known[:, rows, end], asked_draw[:, 0]).argmax(axis=0)
         question = n[:, 0]
+        first_question = FIRST_SET + 2 * self.variables
+        first_value = first_question + self.variables
         tokens[rows, question] = first_question + asked
         tokens[rows, question + 1] = first_value + candidates.values[asked, rows, end]
         return next_tokens(tokens, column == n + 1)
 
 
 class Candidates(NamedTuple):
-    """Operations of V variables for B programs, drawn one after another: C for each, of which the possible ones count.
+    """C operations for each of B programs of V variables, drawn one after another; the possible ones count."""
 
-    Those that are neither a set nor an increment are passes.
-    """
-
-    sets: np.ndarray  # whether the operation sets this variable, bool [V, B, C]
-    adds: np.ndarray  # whether it increments this variable, bool [V, B, C]
+    tokens: np.ndarray  # the operation's token, int64 [B, C]
     known: np.ndarray  # whether this variable has been set by then, bool [V, B, C]
     values: np.ndarray  # the variable's value after it, int64 [V, B, C]
     possible: np.ndarray  # whether it can be executed, bool [B, C]

@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
+import pandas as pd
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -59,9 +60,8 @@ class Markov(Generated):
 
     def draw(self, stream: str, indices: Sequence[int], length: int) -> np.ndarray:
         """The texts `indices` of a stream of random numbers, int64 [len(indices), length + 1]: inputs, last target."""
-        if length <= self.reach:
-            needs = f"markov needs more than {self.reach} tokens with data.lag={self.lag} and data.order={self.order}"
-            raise ValueError(f"{needs}, not {length}: choose train_len and eval.lengths accordingly")
+        needs = f"more than {self.reach} tokens with data.lag={self.lag} and data.order={self.order}"
+        self.check_length(length, length > self.reach, needs)
         n = len(indices)
         rows = np.arange(n)
         (draws,) = uniforms(stream, indices, length + 1)
@@ -78,10 +78,8 @@ class Markov(Generated):
             context = self._context(tokens, place)
             weights = counts[rows, context] + self.alpha  # [n, V]
             cumulative = np.cumsum(weights, axis=1)
-            total = cumulative[:, -1]
-            drawn = draws[:, place] * total
-            passed = cumulative <= drawn[:, None]
-            symbol = passed.sum(axis=1)
+            drawn = draws[:, place] * cumulative[:, -1]
+            symbol = (cumulative <= drawn[:, None]).sum(axis=1)
             # The product may have been rounded up to the total, which lies beyond the last symbol.
             symbol = np.minimum(symbol, self.symbols - 1)
             counts[rows, context, symbol] += 1
@@ -112,8 +110,7 @@ class Markov(Generated):
 
         places = np.arange(self.reach, tokens.shape[1])
         contexts = self._context(tokens, places)  # [B, T + 1 - reach]
-        symbols = tokens[:, self.reach :]
-        pairs = contexts * self.symbols + symbols
+        pairs = contexts * self.symbols + tokens[:, self.reach :]
 
         # The first symbols have no context, and all of them are equally probable.
         losses = np.full(y.shape, math.log(self.symbols))
@@ -125,13 +122,11 @@ class Markov(Generated):
                 decided[block] = self._losses_with_switches(contexts[block], pairs[block])
         else:
             decided[:] = -self._log_posterior_mean(equal_before(pairs), equal_before(contexts))
-        is_scored = y != IGNORE_INDEX
-        return torch.from_numpy(losses) * is_scored
+        return torch.from_numpy(losses) * (y != IGNORE_INDEX)
 
     def _log_posterior_mean(self, n_pair: np.ndarray, n_context: np.ndarray) -> np.ndarray:
         """Log-probability of a symbol that followed a context `n_pair` of `n_context` times."""
-        probability = (n_pair + self.alpha) / (n_context + self.symbols * self.alpha)
-        return np.log(probability)
+        return np.log((n_pair + self.alpha) / (n_context + self.symbols * self.alpha))
 
     def _losses_with_switches(self, contexts: np.ndarray, pairs: np.ndarray) -> np.ndarray:
         """Nats of each symbol, [B, N], by the forward algorithm over the place where the chain was drawn last.
@@ -144,19 +139,17 @@ class Markov(Generated):
         """
         n, length = pairs.shape
         losses = np.empty((n, length))
-        log_switch = math.log(self.switch)
         log_stay = math.log1p(-self.switch) if self.switch < 1 else -math.inf
         # Column s: log-probability that the chain was drawn last just before symbol s, given all symbols so far. They
         # stay logarithms, for the weight of a place may fall below the smallest float64 and rise again.
-        log_weights = np.zeros((n, length))
+        log_weights = np.full((n, length), math.log(self.switch))
+        log_weights[:, 0] = 0
         n_context = np.zeros((n, length))
         n_pair = np.zeros((n, length))
         for place in range(length):
             before = slice(0, place)
             upto = slice(0, place + 1)
-            if place:
-                log_weights[:, before] += log_stay
-                log_weights[:, place] = log_switch
+            log_weights[:, before] += log_stay
             # How often this context, and this pair, occurred since each place: counted from the right. Since this
             # place itself, neither did, as the tables begin with zeros.
             same_context = contexts[:, before] == contexts[:, place, None]
@@ -165,7 +158,9 @@ class Markov(Generated):
             n_pair[:, before] = sums_from(same_pair)
             log_likelihood = self._log_posterior_mean(n_pair[:, upto], n_context[:, upto])
             joint = log_weights[:, upto] + log_likelihood
-            log_evidence = log_sum_exp(joint)  # [B, 1]
+            # numpy's logaddexp.reduce takes several times as long.
+            largest = joint.max(axis=1, keepdims=True)
+            log_evidence = largest + np.log(np.exp(joint - largest).sum(axis=1, keepdims=True))  # [B, 1]
             losses[:, place] = -log_evidence[:, 0]
             log_weights[:, upto] = joint - log_evidence
         return losses
@@ -174,8 +169,7 @@ class Markov(Generated):
         return inputs_and_targets(self.draw(f"train/{seed}", indices, length))
 
     def validation(self, length: int, tokens: int) -> EvalSet:
-        n = max(1, tokens // length)
-        return self._ends("validation", [length], length, n)[0]
+        return self._ends("validation", [length], length, max(1, tokens // length))[0]
 
     def eval_sets(self, lengths: Sequence[int], *, target_tokens: int, sequences: int) -> list[EvalSet]:
         return self._ends("test", lengths, target_tokens, sequences)
@@ -198,13 +192,8 @@ class Markov(Generated):
 
     def describe(self, length: int) -> list[str]:
         texts = self.validation(length, DESCRIBED * length)
-        x, y = texts.batch(0, DESCRIBED)
-        nats = float(self.optimum(x, y).mean())
-        bits = nats / math.log(2)
-        return [
-            f"data: a Markov chain in each text, {self.symbols} symbols",
-            f"  best possible loss at {length:,} tokens: about {nats:.3f} nats, {bits:.3f} bits per token",
-        ]
+        nats = float(self.optimum(*texts.batch(0, DESCRIBED)).mean())
+        return [f"data: best possible loss at {length:,} tokens: about {nats:.3f} nats"]
 
 
 def inputs_and_targets(tokens: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -214,27 +203,11 @@ def inputs_and_targets(tokens: np.ndarray) -> tuple[Tensor, Tensor]:
 
 def sums_from(values: np.ndarray) -> np.ndarray:
     """Sum of each entry and those to the right of it, [B, N]."""
-    from_the_right = values[:, ::-1].cumsum(axis=1)
-    return from_the_right[:, ::-1]
-
-
-def log_sum_exp(logs: np.ndarray) -> np.ndarray:
-    """Logarithm of the sum of the exponentials in each row, [B, 1]; numpy's logaddexp.reduce takes several times as
-    long."""
-    largest = logs.max(axis=1, keepdims=True)
-    sums = np.exp(logs - largest).sum(axis=1, keepdims=True)
-    return largest + np.log(sums)
+    return values[:, ::-1].cumsum(axis=1)[:, ::-1]
 
 
 def equal_before(values: np.ndarray) -> np.ndarray:
-    """Count the earlier entries of the row that equal each entry: int64 [B, N], for `values` [B, N]."""
-    # A stable sort puts equal entries side by side in their order, so that the place within its group is the count.
-    order = np.argsort(values, axis=1, kind="stable")
-    ascending = np.take_along_axis(values, order, axis=1)
-    columns = np.arange(values.shape[1])
-    starts_group = np.ones(values.shape, dtype=bool)
-    starts_group[:, 1:] = ascending[:, 1:] != ascending[:, :-1]
-    group_start = np.maximum.accumulate(np.where(starts_group, columns, 0), axis=1)
-    counts = np.empty_like(order)
-    np.put_along_axis(counts, order, columns - group_start, axis=1)
-    return counts
+    """Count the earlier entries of the row that equal each entry: int64 [B, N], for `values` [B, N] < MOST_COUNTS."""
+    rows = np.arange(len(values))[:, None]
+    of_row = (values + rows * MOST_COUNTS).ravel()  # numbers of different rows differ
+    return pd.Series(of_row).groupby(of_row).cumcount().to_numpy().reshape(values.shape)

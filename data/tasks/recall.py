@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from conf.schema import Count
-from data.tasks.base import MOST, Draw, Sequences, Share, Size, Symbols, Task, choose, next_tokens, smallest, write
+from data.tasks.base import MOST, Draw, Sequences, Share, Size, Symbols, Task, choose, next_tokens
 
 
 @dataclass(kw_only=True, eq=False)
@@ -77,21 +77,20 @@ class Recall(Task):
         rows = len(pairs)
         tokens = np.zeros((rows, length + 1), dtype=np.int64)
         tokens[:, : size * n] = pairs.reshape(rows, -1)
-        write(tokens, column, answered)
+        np.put_along_axis(tokens, column.reshape(rows, -1), answered.reshape(rows, -1), axis=1)
 
-        # Only the values of queries are to be predicted.
-        is_target = np.zeros(tokens.shape, dtype=bool)
-        write(is_target, column[..., self.key_len :], True)
+        # Only the values of queries are to be predicted. The ids of values are the last ones.
+        is_target = tokens > self.keys
+        is_target[:, : size * n] = False
         return next_tokens(tokens, is_target)
 
     def _pairs(self, key_draw: np.ndarray, value_draw: np.ndarray, n: int) -> np.ndarray:
         """The tokens of `n` pairs of different keys and any values: int64 [B, n, key_len + value_len]."""
-        number = smallest(key_draw, n)[..., None]  # of each key among all, [B, n, 1]
+        number = np.argsort(key_draw, axis=1)[:, :n, None]  # of each key among all, [B, n, 1]
         place_value = self.keys ** np.arange(self.key_len)
         key = number // place_value % self.keys  # its digits, [B, n, key_len]
         value = (value_draw * self.values).astype(np.int64).reshape(-1, n, self.value_len)
-        first_value = 1 + self.keys
-        return np.concatenate((1 + key, first_value + value), axis=2)
+        return np.concatenate((1 + key, 1 + self.keys + value), axis=2)
 
     def _queries(self, place_draw: np.ndarray, n: int, difficulty: str) -> np.ndarray:
         """Choose which items after the pairs are the `n` queries: ascending, int64 [B, n] or [n].

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.tasks.base import PAD, Draw, Sequences, Symbols, Task, choose, next_tokens, write
+from data.tasks.base import PAD, Draw, Sequences, Symbols, Task, choose, next_tokens
 
 PAD_ID, BLANK, SEPARATOR, FIRST = range(4)  # token ids; FIRST is the first symbol's
 
@@ -41,7 +41,7 @@ class SelectiveCopy(Task):
         symbols = FIRST + (symbol_draw * self.kinds).astype(np.int64)  # [B, n]
         tokens = np.full((len(symbols), length + 1), PAD_ID)
         tokens[:, :places] = BLANK
-        write(tokens, choose(place_draw, n), symbols)
+        np.put_along_axis(tokens, choose(place_draw, n), symbols, axis=1)
         tokens[:, places] = SEPARATOR
         first = places + 1
         tokens[:, first : first + n] = symbols

@@ -32,11 +32,10 @@ def rotation(options: Any, length: int, *, arithmetic: str, compiled: bool) -> P
     shape = Shape(options.n_head * options.head_dim, options.n_head, options.n_head, options.head_dim, length, 1)
     # Outside the measurement: a network computes the angles once for all layers.
     cos, sin = Rotary(shape).tables(torch.arange(length, device=options.device), length)
-    rotate: Callable[[Tensor], Tensor]
+    layout = "half" if "half" in arithmetic else "interleaved"
+    rotate: Callable[[Tensor], Tensor] = partial(rotate_pairs, cos=cos, sin=sin, layout=layout)
     if arithmetic == "complex, interleaved":
         rotate = partial(rotate_complex, turn=torch.complex(cos, sin))
-    else:
-        rotate = partial(rotate_pairs, cos=cos, sin=sin, layout="half" if "half" in arithmetic else "interleaved")
     if compiled:
         torch.compiler.reset()  # of functions with the same code the compiler keeps few versions
         rotate = torch.compile(rotate, dynamic=False)

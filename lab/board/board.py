@@ -1,4 +1,4 @@
-"""The board: folders of entries, what is measured of them, and the verdict on one.
+"""The board: folders of entries, how one is entered, what is measured of it, and the verdict.
 
 Every entry is trained in the same small network on texts with a Markov chain each, and reads texts of eight times that
 length. There are two kinds of chains: one that stays the same, so that everything said before counts, and one that is
@@ -6,8 +6,9 @@ drawn anew now and then, so that what was said last counts. An encoding that is 
 """
 
 import hashlib
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,27 @@ from pydantic import Field
 from conf.schema import Config, ConfigError, Section, parse
 from data.base import build_data
 from lab.benchmarks.measure import interleave
-from lab.board import rules, trials
+from lab.board import page, rules, trials
 from lab.board.rules import Measured, Verdict
 from model.gpt import GPT
 from model.position.network import max_len_of
 from model.size import n_parameters
-from ropewalk.app.cli import encoding
+from ropewalk.app.cli import encoding, quoted
 from ropewalk.app.run_dir import read_file
-from ropewalk.files import read_yaml
+from ropewalk.files import read_yaml, write_json, write_text
 from ropewalk.training.provenance import provenance
 
 TEXTS = ("data=markov", "data._target_=lab.board.texts.DrawnTexts")
 SWITCHES = (0.0, 0.01)  # of the two kinds of chains: data.switch
-LR = 3e-3  # of an entry that chooses none
 STEPS = 10  # that are timed; the fastest counts
+
+
+class Arguments(Section):
+    entry: str
+    commit: str | None
+    page: str
+    runs_dir: str
+    track: list[str]
 
 
 class Entry(Section):
@@ -39,7 +47,7 @@ class Entry(Section):
 
     folder: Path
     pe: dict[str, Any]  # all options of the encoding
-    lr: float = LR
+    lr: float = 3e-3
     help: dict[str, Any] = Field(default_factory=dict)  # options of the network, as {"conv": 4}
     source: str  # hash of what decides the above
 
@@ -72,17 +80,47 @@ def verdicts(board: Path) -> list[Verdict]:
     return [read_file(path, Verdict, remedy="remove it, and make it again") for path in paths]
 
 
-def judged(entry: Entry, commit: str, options: Sequence[str]) -> Verdict:
+def enter(args: Arguments) -> None:
+    """Judge an entry, unless it was judged as it is now; write the page anew, and print its line."""
+    entry = load(Path(args.entry))
+    folder = entry.folder
+    others = {verdict.entry: verdict for verdict in verdicts(folder.parent)}
+    # An entry that is judged again is not compared with itself.
+    old = others.pop(folder.name, None)
+    if old is None or old.source != entry.source or args.commit not in (None, old.commit):
+        options = [*args.track, f"runs_dir={quoted(args.runs_dir)}"]
+        verdict = judged(entry, others.values(), args.commit or commit_of(folder), options)
+        write_json(folder / "verdict.json", verdict.model_dump())
+    # Read once more: others may have been judged meanwhile.
+    rows = rules.standings(verdicts(folder.parent))
+    figure = Path(args.page).with_suffix(".svg")
+    page.draw(rows, figure)
+    write_text(Path(args.page), page.markdown(rows, figure.name))
+    print(*(page.line(row) for row in rows if row.verdict.entry == folder.name))
+
+
+def commit_of(folder: Path) -> str:
+    """The commit that changed an entry last. Raises ConfigError: there is none, or files have changed since."""
+
+    def git(*command: str) -> str:
+        of_files = ["git", *command, "--", "pe.yaml", "encoding.py"]
+        return subprocess.run(of_files, cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
+
+    commit = git("log", "-1", "--format=%H")
+    if git("status", "--porcelain") or not commit:
+        raise ConfigError(f"commit {folder} first: its seeds and texts are drawn from the commit")
+    return commit
+
+
+def judged(entry: Entry, others: Collection[Verdict], commit: str, options: Sequence[str]) -> Verdict:
     """Train an entry and the holder of the record with seeds drawn from the commit, with more if it is promising.
 
     Args:
+        others: the verdicts on the entries beside it.
         options: of train.py that hold for every entry, as trainer.accelerator=cpu.
     """
-    board = entry.folder.parent
-    # An entry that is judged again is not compared with itself.
-    others = [verdict for verdict in verdicts(board) if verdict.entry != entry.folder.name]
     holder = rules.holder_of(rules.standings(others))
-    entries = [entry, load(board / holder)] if holder else [entry]
+    entries = [entry, load(entry.folder.with_name(holder))] if holder else [entry]
     sides = [configured(e, options) for e in entries]
     parameters, cost = size_and_cost(sides[0])
     seeds = rules.drawn_seeds(commit)

@@ -10,6 +10,4 @@ def holm(p_values: Sequence[float]) -> list[float]:
     order = np.argsort(p_values)
     factors = np.arange(len(order), 0, -1)
     stepped = np.maximum.accumulate(factors * np.sort(p_values))
-    corrected = np.empty(len(order))
-    corrected[order] = np.minimum(stepped, 1)
-    return corrected.tolist()
+    return np.minimum(stepped, 1)[np.argsort(order)].tolist()

@@ -125,7 +125,7 @@ def row_of(verdict: Verdict, earlier: Sequence[Row]) -> Row:
          f"it was compared with {verdict.holder}, and the record is {holder}'s: judge it again"),
     ]  # fmt: skip
     score = over_seeds(verdict.measured.scores())
-    return Row(verdict, score, ahead, p, above, unmet(of_entries(verdict)), unmet(of_records))
+    return Row(verdict, score, ahead, p, above, broken_rules(verdict), unmet(of_records))
 
 
 def above_rope(mine: Measured, rope: Measured) -> tuple[float, float]:
@@ -138,13 +138,10 @@ def above_rope(mine: Measured, rope: Measured) -> tuple[float, float]:
     return a.value - b.value, a.value - b.value + quantile * float(np.hypot(a.error, b.error))
 
 
-Rules = list[tuple[bool, str]]  # whether one is kept, and what to say if it is not
-
-
-def of_entries(verdict: Verdict) -> Rules:
-    """The rules of an entry, each with what it did."""
+def broken_rules(verdict: Verdict) -> list[str]:
+    """What an entry did that is against the rules."""
     drawn = drawn_seeds(verdict.commit)
-    return [
+    rules = [
         (verdict.parameters <= PARAMETERS, f"{verdict.parameters:.2f} times RoPE's parameters, at most {PARAMETERS}"),
         (verdict.cost <= COST, f"a step takes {verdict.cost:.1f} times RoPE's, at most {COST:g}"),
         (verdict.lr in RATES, f"learning rate {verdict.lr:g}: choose one of {IN_WORDS}"),
@@ -153,10 +150,11 @@ def of_entries(verdict: Verdict) -> Rules:
         (float(np.mean(verdict.measured.excess)) >= 0,
          "at 1x it is better than the best possible predictor: it reads what it is to predict"),
     ]  # fmt: skip
+    return unmet(rules)
 
 
-def unmet(rules: Rules) -> list[str]:
-    """What there is to say of the rules that are not kept."""
+def unmet(rules: Iterable[tuple[bool, str]]) -> list[str]:
+    """What is to be said of the rules that are not kept, each of which comes with its words."""
     return [words for kept, words in rules if not kept]
 
 

@@ -6,18 +6,16 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from conf.schema import Config, ConfigError, flatten
 from model.position.base import PositionEncoding
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import for_this_machine, resolve, resolve_encoding, with_variants
-from ropewalk.app.run_dir import FREE, RunDir, lock
-from ropewalk.app.side_by_side import train_all
+from ropewalk.app.run_dir import FREE, RunDir
+from ropewalk.app.sweep import train_all
 from ropewalk.evaluation.measures.lengths import length_settings
 from ropewalk.evaluation.results import Row, load_all
-from ropewalk.files import read_json, write_json
 
 Losses = dict[int, Row]  # of one run, by length in tokens
 
@@ -35,8 +33,8 @@ def run_of(cfg: Config, **changes: Any) -> Config:
     cfg = cfg.model_copy(update=changes)
     values = flatten(cfg.model_dump())
     settings = {key: value for key, value in values.items() if not key.startswith((*FREE, "seed"))}
-    digest = _digest([settings, _source(cfg)])
-    name = f"{cfg.pe['name']}-{cfg.data['name']}-{digest}-s{cfg.seed}"
+    decides = digest([settings, _source(cfg)])
+    name = f"{cfg.pe['name']}-{cfg.data['name']}-{decides}-s{cfg.seed}"
     return with_variants(cfg, [cfg.pe]).model_copy(update={"name": name})
 
 
@@ -48,7 +46,8 @@ def _source(cfg: Config) -> list[str]:
     return [inspect.getsource(sys.modules[module]) for module in sorted(modules)]
 
 
-def _digest(values: Any) -> str:
+def digest(values: Any) -> str:
+    """A short name for plain values: equal for equal ones."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -79,19 +78,3 @@ def losses(run: Config) -> Losses:
                 if is_short or m.length == max(run.lengths):
                     rows[m.length], *_ = e.rows_of(m)
     return rows
-
-
-def begin(folder: Path, mine: Sequence[Config], against: Sequence[Config]) -> tuple[Path, int]:
-    """Return the file of a verdict and the number of this try in the folder, which is counted once it has begun.
-
-    A try that is repeated keeps its number. Another encoding, option, source, seed or evaluation is another try.
-    """
-    settings = [[run.name, run.eval.model_dump()] for run in [*mine, *against]]
-    pe = mine[0].pe
-    path = folder / "verdicts" / f"{pe['name']}-{_digest(settings)}.json"
-    # Two tries at once must not get one number.
-    with lock(path.parent):
-        if not path.exists():
-            path.parent.mkdir(exist_ok=True)
-            write_json(path, {"try": len([*path.parent.glob("*.json")]) + 1, "encoding": pe})
-    return path, int(read_json(path)["try"])

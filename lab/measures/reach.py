@@ -9,6 +9,7 @@ loss by the distance of far copies says as much.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -79,14 +80,12 @@ def shares(
     device = net.embedding.weight.device
     x, targets = x.to(device), targets.to(device)
     layers = attended(net, x, [x.size(1) - 1], encodings)
-    attention = [_beyond(layer.weights[:, :, 0], distances).mean(1) for layer in layers]  # heads count alike
+    attention = [_beyond(weights[:, :, 0], distances).mean(1) for weights in layers]  # heads count alike
     gradient = [_beyond(norms, distances) for norms in _gradient(net, x, targets, encodings)]
     # A gradient by the embeddings comes through all layers. Attention has no such sum: here it is the mean.
     result = {"attention": torch.stack(attention).mean(0), "gradient": gradient[0]}
-    for number, share in enumerate(attention, start=1):
-        result[f"attention in layer {number}"] = share
-    for number, share in enumerate(gradient[1:], start=2):
-        result[f"gradient from layer {number} on"] = share
+    result |= {f"attention in layer {number}": share for number, share in enumerate(attention, start=1)}
+    result |= {f"gradient from layer {number} on": share for number, share in enumerate(gradient[1:], start=2)}
     return {name: share.cpu() for name, share in result.items()}
 
 
@@ -108,13 +107,10 @@ def _gradient(net: GPT, x: Tensor, targets: Tensor, encodings: Encodings | None)
         inputs.append(hidden)
         return hidden, *others
 
-    hooks = [block.register_forward_pre_hook(keep) for block in net.blocks]
-    try:
-        with torch.enable_grad():
-            hidden = net.hidden_states(x, encodings=encodings)[:, -1:]  # [B, 1, C]
-            logits = net.head(hidden)[:, 0, : net.vocab_size].float()
-            loss = F.cross_entropy(logits, targets, reduction="sum")
-            return [grad.norm(dim=-1) for grad in torch.autograd.grad(loss, inputs)]
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.enable_grad():
+        for block in net.blocks:
+            hooks.enter_context(block.register_forward_pre_hook(keep))
+        hidden = net.hidden_states(x, encodings=encodings)[:, -1:]  # [B, 1, C]
+        logits = net.head(hidden)[:, 0, : net.vocab_size].float()
+        loss = F.cross_entropy(logits, targets, reduction="sum")
+        return [grad.norm(dim=-1) for grad in torch.autograd.grad(loss, inputs)]

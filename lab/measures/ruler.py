@@ -52,8 +52,7 @@ class Ruler(Measure):
             if task.startswith("niah"):
                 places = [i / (self.depths - 1) for i in range(self.depths)]
             for depth in places:
-                for length in lengths:
-                    jobs.append(Job(length, partial(_run, texts, task, length, depth)))
+                jobs += [Job(length, partial(_run, texts, task, length, depth)) for length in lengths]
         return Plan("ruler", settings, jobs)
 
 
@@ -87,8 +86,7 @@ def texts_of(
 def essay_of(data: Data, filler: EvalSet, trial: int) -> tuple[str, ...]:
     """Return the lines of the text of `filler` for a trial."""
     number = trial % filler.n
-    x, _ = filler.batch(number, number + 1)
-    ids = x[0]
+    (ids,), _ = filler.batch(number, number + 1)
     # Ends of documents have no bytes. They are not text, and could not be encoded again.
     if data.token_bytes is not None:
         ids = ids[data.token_bytes[ids] > 0]

@@ -87,15 +87,9 @@ def essay_lines(text: str) -> tuple[str, ...]:
 def _distinct(rng: np.random.Generator, n: int, alphabet: Sequence[str], size: int) -> list[str]:
     """`n` different words of `size` letters or syllables."""
     # A number of `size` digits in base len(alphabet) is a word, so different numbers give different words.
-    base = len(alphabet)
-    words = []
-    for number in rng.choice(base**size, n, replace=False).tolist():
-        word = ""
-        for _ in range(size):
-            number, digit = divmod(number, base)
-            word += alphabet[digit]
-        words.append(word)
-    return words
+    numbers = rng.choice(len(alphabet) ** size, n, replace=False)
+    digits = np.unravel_index(numbers, [len(alphabet)] * size, order="F")  # [size, n], the last digit of a number first
+    return ["".join(letters) for letters in np.array([*alphabet])[np.stack(digits, axis=1)]]
 
 
 def _haystack(lines: Sequence[str], needles: Sequence[str], depths: Sequence[float], n: int) -> str:

@@ -1,7 +1,6 @@
 """The weights of attention, which no kernel returns."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,18 +9,6 @@ from model.gpt import GPT
 from model.position import Context, PositionEncoding
 from model.position.cope import CoPE
 from model.position.network import Encodings, view
-
-
-class Attended(NamedTuple):
-    """One layer's attention over a batch of texts, with the arguments of `PositionEncoding.attend`."""
-
-    pe: PositionEncoding
-    q: Tensor  # [B, H, T, D]
-    k: Tensor  # [B, Hkv, T, D]
-    state: dict[str, Tensor]
-    ctx: Context
-    queries: Sequence[int]  # the positions whose weights are known
-    weights: Tensor  # [B, H, queries, T]
 
 
 def weights_of(attend: Callable[[Tensor], Tensor], v: Tensor, queries: Sequence[int]) -> Tensor:
@@ -41,25 +28,23 @@ def weights_of(attend: Callable[[Tensor], Tensor], v: Tensor, queries: Sequence[
         for query in queries:
             # Heads that share a value are told apart by a gradient each.
             totals = channel[..., query].sum((0, 1))  # [H / Hkv]
-            gradients = [torch.autograd.grad(total, v, retain_graph=True)[0] for total in totals]
-            norms = [gradient.norm(dim=-1) for gradient in gradients]
+            norms = [torch.autograd.grad(total, v, retain_graph=True)[0].norm(dim=-1) for total in totals]
             weights.append(torch.stack(norms, dim=2).flatten(1, 2))  # [B, H, T]
     return torch.stack(weights, dim=2)
 
 
 @torch.no_grad()
-def attended(net: GPT, ids: Tensor, queries: Sequence[int], encodings: Encodings | None = None) -> list[Attended]:
-    """Return what each layer of a network attends to in texts `ids` int64 [B, T], for some of the T queries.
+def attended(net: GPT, ids: Tensor, queries: Sequence[int], encodings: Encodings | None = None) -> list[Tensor]:
+    """Return the `weights_of` each layer of a network in texts `ids` int64 [B, T], for some of the T queries.
 
     `encodings` read them instead of the network's own.
 
     Raises ValueError: an encoding makes gates of the values, so that attention is not linear in them.
     """
     encodings = encodings or net.encodings
-    for pe in encodings:
-        if isinstance(pe, CoPE) and pe.gates == "values":
-            raise ValueError("pe.gates=values: weights cannot be read where gates are made of values; leave them out")
-    layers: list[Attended] = []
+    if any(isinstance(pe, CoPE) and pe.gates == "values" for pe in encodings):
+        raise ValueError("pe.gates=values: weights cannot be read where gates are made of values; leave them out")
+    layers: list[Tensor] = []
 
     def recorder(pe: PositionEncoding) -> Callable[..., Tensor]:
         attend = pe.attend
@@ -68,8 +53,7 @@ def attended(net: GPT, ids: Tensor, queries: Sequence[int], encodings: Encodings
             def of_values(values: Tensor) -> Tensor:
                 return attend(q, k, values, state, ctx)
 
-            weights = weights_of(of_values, v, queries)
-            layers.append(Attended(pe, q, k, state, ctx, queries, weights))
+            layers.append(weights_of(of_values, v, queries))
             return of_values(v)
 
         return record

@@ -7,8 +7,7 @@ have no pictures.
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from conf.schema import GPTConfig
-from lab.pictures.attention_weights import Attended, attended, weights_of
+from lab.pictures.attention_weights import attended, weights_of
 from lab.zoo.path import PaTH
 from lab.zoo.profiles import Profiles
 from lab.zoo.stick_breaking import StickBreaking
@@ -40,12 +39,7 @@ LEVELS = (2.0, 0.0, -2.0, -4.0)
 WORDS = ("the", "cat", "sat", "on", "the")  # a text that a layer is asked what it reads of
 LOWEST = -10.0  # end of the axis of scores: a weight of e^-10 of the largest
 SIZE = (4.2, 2.7)  # inches
-
-
-class Line(NamedTuple):
-    label: str
-    is_base: bool  # RoPE, beside what changes it
-    y: Tensor  # [n]
+BASE = "RoPE"  # the line beside encodings that change it
 
 
 def learned(pe: PositionEncoding) -> Mapping[str, Tensor | float]:
@@ -88,26 +82,23 @@ def _channel(pe: PositionEncoding) -> float:
     return math.sqrt(SCORE / math.sqrt(pe.head_dim))
 
 
+@torch.no_grad()
 def built(options: Mapping[str, Any], shape: Shape) -> list[tuple[str, PositionEncoding]]:
     """Return an encoding with `learned` parameters at its largest scale; of a pattern each part, with its layers."""
     pattern = options.get("pattern", [""])
     encodings = position.build_encodings(options, shape._replace(n_layer=len(pattern)))
-    parts = {}
-    for name, pe in zip(pattern, encodings, strict=True):
-        if name in parts:
-            continue
+    parts = []
+    for name in dict.fromkeys(pattern):
+        pe = encodings[pattern.index(name)]
         layer.init_parameters(pe, torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            for parameter, values in learned(pe).items():
-                getattr(pe, parameter).copy_(torch.as_tensor(values))
+        for parameter, values in learned(pe).items():
+            getattr(pe, parameter).copy_(torch.as_tensor(values))
         if pe.window is None:
             pe.active_scale = max(pe.scales)
-        label = ""
-        if name:
-            n_layer = pattern.count(name)
-            label = "1 layer" if n_layer == 1 else f"{n_layer} layers"
-        parts[name] = (label, pe)
-    return list(parts.values())
+        n_layer = pattern.count(name)
+        label = "1 layer" if n_layer == 1 else f"{n_layer} layers"
+        parts.append((label if name else "", pe))
+    return parts
 
 
 @torch.no_grad()
@@ -122,6 +113,7 @@ def scores(pe: PositionEncoding, distances: Tensor) -> Tensor:
     dim = pe.n_head * pe.head_dim
     x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0))
     x[..., 0] = 1.0
+
     channel = _channel(pe)
     q = torch.full((1, pe.n_head, 1, pe.head_dim), channel)
     k = torch.full((1, pe.n_kv_head, length, pe.head_dim), channel)
@@ -161,11 +153,12 @@ def new_angles(seen: Tensor, met: Tensor) -> int:
 def draw_turns(name: str, pe: Rotary, length: int, ax: Axes) -> None:
     """Draw the turns by pair in training and in the longer text, before and after scaling."""
     dressed(ax)
+    ax.set_yscale("log")
     seen = turns(pe, pe.train_len, scaled=False)
     plain = turns(pe, length, scaled=False)
     scaled = turns(pe, length, scaled=True)
     pairs = range(len(seen))
-    ax.set_yscale("log")
+
     ax.plot(pairs, plain, "o", markersize=4.5, markerfacecolor="none", color=LIGHT.muted)
     ax.plot(pairs, seen, "o", markersize=4.5, color=LIGHT.grey)
     note = f"grey: in {pe.train_len:,} tokens, rings: in {length:,}"
@@ -174,6 +167,7 @@ def draw_turns(name: str, pe: Rotary, length: int, ax: Axes) -> None:
         ax.plot(pairs, scaled, "o", markersize=3.5, color=LINES[0])
         note += ", blue: here"
         new += f" as RoPE, {new_angles(seen, scaled)} here"
+
     lowest = float(seen.min()) / 2
     ax.set_ylim(lowest, float(plain.max()) * 2)
     ax.yaxis.set_minor_locator(NullLocator())
@@ -183,47 +177,47 @@ def draw_turns(name: str, pe: Rotary, length: int, ax: Axes) -> None:
     titled(ax, f"{name}: turns by pair of channels", f"{note}; {whole} of {len(seen)} turn in training, {new}")
 
 
-def _score_lines(name: str, parts: Sequence[tuple[str, PositionEncoding]], distances: Tensor) -> list[Line]:
-    """Return the lines of `draw_scores`: heads that are equal are one, and RoPE is added to other rotations."""
-    lines: list[Line] = []
-    first = parts[0][1]
-    if isinstance(first, Rotary) and name != "rope":
-        dim = first.n_head * first.head_dim
-        shape = Shape(dim, first.n_head, first.n_kv_head, first.head_dim, first.train_len, n_layer=1)
-        rope = Rotary(shape, layout=first.layout)
-        lines.append(Line("RoPE", True, scores(rope, distances)[0]))
-    for label, pe in parts:
-        by_head = scores(pe, distances)
-        distinct = {0: by_head[0]}
-        for head, y in enumerate(by_head):
-            if not torch.allclose(by_head[0], y, atol=1e-3):
-                distinct[head] = y
-        for head, y in distinct.items():
-            head_label = f"head {head + 1}"
-            if isinstance(pe, CoPE | StickBreaking):
-                head_label = f"q·k = {LEVELS[head % 4]:g}"
-            if len(distinct) == 1:
-                head_label = name
-            lines.append(Line(label or head_label, False, y))
-    return lines
+def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], shape: Shape, length: int, ax: Axes) -> None:
+    """Draw the scores by distance: a line for each head, or for each part of a pattern; RoPE in grey.
 
+    Heads that are equal are one line, and RoPE is added to other rotations.
 
-def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], length: int, ax: Axes) -> None:
-    """Draw the scores by distance: a line for each head, or for each part of a pattern; RoPE in grey."""
+    Args:
+        name: of the encoding, or of the pattern.
+        parts: what `built` returned for it.
+        shape: sizes of the layer that they are built for.
+        length: tokens; the longest distance is one less.
+    """
     dressed(ax)
+
     # Every distance where scores change fast, and about 128 of the others.
     near = torch.arange(min(64, length))
     far = torch.arange(len(near), length, max(1, length // 128))
     distances = torch.cat((near, far))
+
+    first = parts[0][1]
+    if isinstance(first, Rotary) and name != "rope":
+        parts = [(BASE, Rotary(shape, layout=first.layout)), *parts]
+
     colours = iter(LINES)
     names = []
-    for line in _score_lines(name, parts, distances):
-        colour = LIGHT.grey if line.is_base else next(colours)
-        # What is lower weighs nothing, and leaves the axis.
-        y = line.y.clamp(min=1.1 * LOWEST)
-        ax.plot(distances, y, color=colour, linewidth=1.2 if line.is_base else 1.6)
-        names.append((line.label, max(float(y[-1]), LOWEST), length - 1, colour))
-    ax.axvline(parts[0][1].train_len, color=LIGHT.muted, linewidth=0.8, linestyle=(0, (1, 2)))
+    for label, pe in parts:
+        by_head = scores(pe, distances)
+        others = [head for head in range(1, pe.n_head) if not torch.allclose(by_head[0], by_head[head], atol=1e-3)]
+        for head in [0, *others]:
+            head_label = f"head {head + 1}"
+            if not others:
+                head_label = name
+            elif isinstance(pe, CoPE | StickBreaking):
+                head_label = f"q·k = {LEVELS[head % 4]:g}"
+
+            colour = LIGHT.grey if label == BASE else next(colours)
+            # What is lower weighs nothing, and leaves the axis.
+            y = by_head[head].clamp(min=1.1 * LOWEST)
+            ax.plot(distances, y, color=colour, linewidth=1.2 if label == BASE else 1.6)
+            names.append((label or head_label, max(float(y[-1]), LOWEST), length - 1, colour))
+
+    ax.axvline(shape.train_len, color=LIGHT.muted, linewidth=0.8, linestyle=(0, (1, 2)))
     ax.set_ylim(LOWEST, 0.3)
     ax.set_xlim(0, length)
     ax.set_xlabel("distance in tokens; dotted: the training length", color=LIGHT.muted)
@@ -231,58 +225,39 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], length
     name_ends(ax, names)
 
 
-def attention_of(net: GPT, ids: Tensor) -> list[Attended]:
-    """Return what each layer attends to in a text `ids` int64 [T], for at most 64 queries of its second half.
+def attention_of(net: GPT, ids: Tensor) -> tuple[list[str], Tensor]:
+    """Return what the layers attend to in a text `ids` int64 [T], `by_distance`: at most 64 queries of its second half.
 
     Raises ValueError: the weights of an encoding cannot be told, see `attended`.
     """
     tokens = len(ids)
     half = tokens // 2
     queries = range(half, tokens, math.ceil((tokens - half) / 64))
-    return attended(net, ids[None], queries, encodings=for_length(net.encodings, tokens, net.train_len))
-
-
-def gates_of(of_layer: Attended) -> Tensor | None:
-    """Return what the gates of a layer say of each token, [H, T]; None for a layer without gates.
-
-    Those of FoX say what share is forgotten at it, and those of CoPE how much of it the last token counts.
-    """
-    if "log_gates" in of_layer.state:
-        return 1 - of_layer.state["log_gates"][0].exp().T
-    if not isinstance(of_layer.pe, CoPE):
-        return None
-    q, k = of_layer.pe.rotate(of_layer.q, of_layer.k, of_layer.ctx)
-    k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
-    logits = q[:, :, -1:] @ k.mT * of_layer.ctx.scale  # [1, H, 1, T]
-    return logits[0, :, 0].sigmoid()
+    layers = attended(net, ids[None], queries, encodings=for_length(net.encodings, tokens, net.train_len))
+    return by_distance(torch.cat(layers), queries)
 
 
 def by_distance(weights: Tensor, queries: Sequence[int]) -> tuple[list[str], Tensor]:
-    """Split the attention [H, queries, T] of queries at some positions over the first token and ranges of distances.
+    """Split the attention [layers, H, queries, T] of queries at some positions over the first token and distances.
 
     Returns:
-        Names of the ranges, and the mean share of each; they sum to what the keys get in all.
+        Names of n ranges, and the mean share of each, [layers, n]; those of a layer sum to what its keys get in all.
     """
-    by_query = weights.mean(0)  # [queries, T]
+    by_query = weights.mean(1)  # [layers, queries, T]
     pos = torch.arange(weights.size(-1))
     distance = torch.tensor(queries)[:, None] - pos  # [queries, T]
     ranges = {"first": pos.expand_as(distance) == 0, "self": distance == 0}
-    low = 1
-    while low < len(pos):
+    for doubling in range((len(pos) - 1).bit_length()):
+        low = 2**doubling
         ranges[f"{low}"] = (distance >= low) & (distance < 2 * low) & (pos > 0)
-        low *= 2
-    shares = [(by_query * inside).sum(-1).mean() for inside in ranges.values()]
-    return list(ranges), torch.stack(shares)
+    shares = [(by_query * inside).sum(-1).mean(-1) for inside in ranges.values()]  # [layers] each
+    return list(ranges), torch.stack(shares, dim=-1)
 
 
-def draw_attention(title: str, layers: Sequence[Attended], ax: Axes) -> None:
-    """Draw the share of attention in percent by layer and distance."""
-    shares = []
-    for of_layer in layers:
-        names, of_ranges = by_distance(of_layer.weights[0], of_layer.queries)
-        shares.append(of_ranges)
-    rows = {f"layer {number}": of_ranges for number, of_ranges in enumerate(shares, start=1)}
-    heat_map(ax, rows, names)
+def draw_attention(title: str, ranges: Sequence[str], shares: Tensor, ax: Axes) -> None:
+    """Draw in percent what `attention_of` returned: a row for each layer."""
+    rows = {f"layer {number}": of_layer for number, of_layer in enumerate(shares, start=1)}
+    heat_map(ax, rows, ranges)
     titled(ax, title, "% of attention: first token, self, from a distance of at least")
 
 
@@ -303,6 +278,7 @@ def heat_map(ax: Axes, rows: Mapping[str, Tensor], columns: Sequence[str]) -> No
     ax.grid(visible=False)
 
 
+@torch.no_grad()
 def lookups(options: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return what the last of `WORDS` reads in one layer that looks for keys like itself, with options of the network.
 
@@ -312,47 +288,35 @@ def lookups(options: Mapping[str, Any]) -> dict[str, Tensor]:
     Returns:
         By option the attention of the last word on all of them, [T].
     """
-    words = sorted(set(WORDS))
-    n_words = len(words)
-    ids = torch.tensor([words.index(word) for word in WORDS])
     options_of_network: dict[str, dict[str, Any]] = {
         "neither": {},
         "key_offset=true": {"key_offset": True},
         "conv=4": {"conv": 4},
     }
-    by_option = {}
+    words = sorted(set(WORDS))
+    n_words = len(words)
+    ids = torch.tensor([words.index(word) for word in WORDS])
     dim = 2 * n_words
+    by_option = {}
     for name, fields in options_of_network.items():
         config = GPTConfig(n_layer=1, n_head=1, dim=dim, norm="rmsnorm", **fields)
         net = GPT(config, options, vocab_size=n_words, train_len=len(WORDS))
-        parameters = dict(net.named_parameters())
-        with torch.no_grad():
-            # Each half of a word's channels is its one-hot vector, and its query, key and value are the word itself.
-            net.embedding.weight.copy_(torch.eye(n_words).repeat(1, 2))
-            projections = parameters["blocks.0.attn.qkv.weight"]  # [3 dim, dim]
-            projections.copy_(torch.eye(dim).repeat(3, 1))
-            # The norm makes the square of a word `dim`: a match scores 2 `SCORE`, that of half the channels `SCORE`.
-            projections[:dim] *= 2 * SCORE / math.sqrt(dim)
-            if name == "conv=4":
-                # What taps can learn: a key is that of the word before, and queries and values stay.
-                taps = parameters["blocks.0.attn.mix.conv"]  # [3 dim, 4]
-                taps.zero_()
-                taps[dim : 2 * dim, :2] = torch.tensor([-1.0, 1.0])
-        (of_layer,) = attended(net, ids[None], [len(WORDS) - 1])
-        by_option[name] = of_layer.weights[0, 0, 0]
+        attn: Any = net.blocks[0].attn
+        # Each half of a word's channels is its one-hot vector, and its query, key and value are the word itself.
+        net.embedding.weight.copy_(torch.eye(n_words).repeat(1, 2))
+        attn.qkv.weight.copy_(torch.eye(dim).repeat(3, 1))  # [3 dim, dim]
+        # The norm makes the square of a word `dim`: a match scores 2 `SCORE`, that of half the channels `SCORE`.
+        attn.qkv.weight[:dim] *= 2 * SCORE / math.sqrt(dim)
+        if attn.mix.conv is not None:
+            # What taps [3 dim, 4] can learn: a key is that of the word before, and queries and values stay.
+            attn.mix.conv.zero_()
+            attn.mix.conv[dim : 2 * dim, :2] = torch.tensor([-1.0, 1.0])
+        (weights,) = attended(net, ids[None], [len(WORDS) - 1])
+        by_option[name] = weights[0, 0, 0]
     return by_option
 
 
 def draw_lookups(options: Mapping[str, Any], ax: Axes) -> None:
     """Draw `lookups` in percent: a row for each option, a column for each word."""
     heat_map(ax, lookups(options), WORDS)
-    note = f'% of what the last "{WORDS[-1]}" reads, looking for itself'
-    titled(ax, "Keys that know the token before", note)
-
-
-def coloured(pieces: Sequence[str], strengths: Tensor) -> str:
-    """Return a text as HTML, each piece coloured by its strength in 0..1, [n]."""
-    spans = []
-    for piece, strength in zip(pieces, strengths.tolist(), strict=True):
-        spans.append(f'<span style="background:rgb(5 99 242/{60 * strength:.0f}%)">{escape(piece)}</span>')
-    return f"<pre>{''.join(spans)}</pre>"
+    titled(ax, "Keys that know the token before", f'% of what the last "{WORDS[-1]}" reads, looking for itself')

@@ -46,9 +46,7 @@ class XPos(Rotary):
         zeta = (channel + self.gamma * width) / ((1 + self.gamma) * width)  # [rotary_dim / 2]
         n = (pos[:, None] - self.centre).to(dtype) / self.scale_base  # [length, 1]
         decay = (zeta**n).float()  # [length, rotary_dim / 2]
-        of_queries = (cos * decay, sin * decay)
-        of_keys = (cos / decay, sin / decay)
-        return of_queries, of_keys
+        return (cos * decay, sin * decay), (cos / decay, sin / decay)
 
     def rotate(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         of_queries, of_keys = ctx.tables

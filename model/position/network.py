@@ -36,17 +36,14 @@ def with_parameters_of(encodings: Encodings, owners: Encodings) -> Encodings:
 
 def family_of(encodings: Encodings) -> str:
     """Name of the networks that read each other's weights without training: those of one family."""
-    families = []
-    for pe in dict.fromkeys(encodings):
-        learned = {"ssmax": ", SSMax", "head": ", a factor for each head"}.get(str(pe.temperature), "")
-        families.append(pe.family + learned)
+    learned = {"ssmax": ", SSMax", "head": ", a factor for each head"}
+    families = [pe.family + learned.get(str(pe.temperature), "") for pe in encodings]
     return ", ".join(dict.fromkeys(families))
 
 
 def max_len_of(encodings: Encodings) -> int | None:
     """Longest text, in tokens, that all layers are defined for; None: no limit."""
-    limits = [pe.max_len for pe in encodings if pe.max_len is not None]
-    return min(limits, default=None)
+    return min((pe.max_len for pe in encodings if pe.max_len is not None), default=None)
 
 
 def metrics_of(encodings: Encodings) -> dict[str, Tensor]:
@@ -71,15 +68,13 @@ def at_scale(encodings: Encodings, scale: float, train_len: int) -> Encodings:
     """
     # In a pattern of different scalings the network's scales are those of its first scaled layer. The others follow by
     # index: first the scale that they train at, then the one that they read longer text at.
-    scales = scales_of(encodings)
-    index = scales.index(scale) if scale in scales else len(scales)
+    index = scales_of(encodings).index(scale)
     views = {}
-    for pe in dict.fromkeys(encodings):
+    for pe in encodings:
         window_was_filled = pe.window is not None and pe.window <= train_len
-        views[pe] = pe
         if len(pe.scales) > 1 and not window_was_filled:
-            views[pe] = view(pe, active_scale=pe.scales[index] if index < len(pe.scales) else scale)
-    return [views[pe] for pe in encodings]
+            views[pe] = view(pe, active_scale=pe.scales[index])
+    return [views.get(pe, pe) for pe in encodings]
 
 
 def for_length(encodings: Encodings, length: int, train_len: int) -> Encodings:
@@ -90,7 +85,5 @@ def for_length(encodings: Encodings, length: int, train_len: int) -> Encodings:
 
 def with_window(encodings: Encodings, longest: int) -> Encodings:
     """The encodings with windows of at most `longest` tokens. Layers without a window keep none."""
-    views = {}
-    for pe in dict.fromkeys(encodings):
-        views[pe] = pe if pe.window is None else view(pe, window=min(pe.window, longest))
-    return [views[pe] for pe in encodings]
+    views = {pe: view(pe, window=min(pe.window, longest)) for pe in encodings if pe.window is not None}
+    return [views.get(pe, pe) for pe in encodings]

@@ -2,14 +2,18 @@
 
 Nothing here imports PyTorch, so that a mistake is answered at once. Hydra's globals belong to whoever uses Ropewalk, a
 notebook or a Hydra program of theirs: each composition puts them back.
+
+The words about a key stand beside its value, in the YAML file: options of encodings, data and loggers have no other
+place, a user's own files count like ours, and whoever reads or copies a file has both.
 """
 
 import argparse
 import functools
+import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
@@ -21,17 +25,18 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from conf.schema import ConfigError, S, parse, unknown_key
-from ropewalk.app.explain import CONF_DIR, explain, help_text
+from conf.foreign import answer
+from conf.schema import ConfigError, S, flatten, nearest, parse, unknown_key
+from ropewalk.files import printable
 
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 # Mistakes that a user can correct. They are reported without a traceback.
 ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowError, RecursionError
-TRAIN = "config"  # the configuration of train.py, to which an experiment and a model to start from belong
-_TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
+TRAIN = "train"  # the configuration of train.py, to which an experiment and a model to start from belong
 _BASE = "base_model"
 
 Task = Callable[[DictConfig], Any]
@@ -50,22 +55,16 @@ def run(module: str) -> NoReturn:
     """Run the program in `module`, which is imported once the command line of this process has proved right.
 
     Its `main` gets the configuration that Hydra composes, of the file in conf/ that has the module's last word for a
-    name, or else of config.yaml.
+    name.
 
     A user's mistake ends the program with one message and exit code 2, without a traceback, and Ctrl-C with 130. It
     ends silently if nobody reads its output, as after `| head`.
     """
     name = module.rpartition(".")[2]
-    if not (CONF_DIR / f"{name}.yaml").is_file():
-        name = TRAIN
-    # Hydra would print errors in its own way, with a traceback. This makes it raise them.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
     try:
         flags, overrides = _parse(sys.argv[1:])
-        if flags.version:
-            print(f"Ropewalk {version('ropewalk')}")
-        elif flags.multirun and not (flags.help or flags.cfg):
+        if flags.multirun and not (flags.help or flags.cfg):
             from ropewalk.app.sweep import sweep
 
             sweep(name, import_module(module).main, overrides)
@@ -74,7 +73,8 @@ def run(module: str) -> NoReturn:
                 if flags.help:
                     print(help_text(sys.modules["__main__"].__doc__ or "", config))
                 elif flags.cfg:
-                    print(_as_it_runs(config), end="")
+                    complete = import_module("ropewalk.app.init_from").merged if name == TRAIN else dict
+                    print(yaml.safe_dump(complete(plain(config)), sort_keys=False), end="")
                 else:
                     import_module(module).main(config)
         sys.stdout.flush()
@@ -86,20 +86,11 @@ def run(module: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def _as_it_runs(config: DictConfig) -> str:
-    """The configuration that a program would run with, as YAML."""
-    values = plain(config)
-    if "init_from" in values:
-        from ropewalk.app.init_from import merged
-
-        values = merged(values)
-    return yaml.safe_dump(values, sort_keys=False)
-
-
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Divide a command line into flags, in any place, and KEY=VALUE."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for names in (("-h", "--help"), ("--version",), ("-m", "--multirun")):
+    parser.add_argument("--version", action="version", version=f"Ropewalk {version('ropewalk')}")
+    for names in (("-h", "--help"), ("-m", "--multirun")):
         parser.add_argument(*names, action="store_true")
     parser.add_argument("-c", "--cfg", choices=["job"])
     parser.add_argument("-cd", "--config-dir")
@@ -111,6 +102,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for argument in overrides:
         # Hydra would silently merge several options of a group into one. Trackers are made to be merged.
         group, _, choice = argument.partition("=")
+        if group in ("hydra/launcher", "hydra/sweeper"):
+            raise ConfigError(unknown_key(group, ()))
         if choice.startswith("[") and group != "logger" and (CONF_DIR / group).is_dir():
             each = choice.strip("[]")
             raise ConfigError(f"{argument}: one option at a time; for a run of each write -m {group}={each}")
@@ -127,7 +120,7 @@ def fail(error: Exception) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1)
     no_memory = isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error))
-    if os.environ.get(_TRACEBACK) == "1" or not (no_memory or isinstance(error, ERRORS)):
+    if os.environ.get("ROPEWALK_TRACEBACK") == "1" or not (no_memory or isinstance(error, ERRORS)):
         return
     message = explain(error) or type(error).__name__
     if no_memory:
@@ -136,36 +129,105 @@ def fail(error: Exception) -> None:
     raise SystemExit(2)
 
 
+def help_text(about: str, config: DictConfig) -> str:
+    """The text of --help: what the program does, its groups, and each key with its value and the comment beside it."""
+    section = config.hydra
+    folders = [Path(source.path) for source in section.runtime.config_sources if source.schema == "file"]
+    of_program = described(folders, "", section.job.config_name)
+    comments = {}
+    lines = [about, "Groups, as in GROUP=OPTION:"]
+    for group, name in section.runtime.choices.items():
+        if not group.startswith("hydra/"):
+            comments[group] = described(folders, group, str(name))
+            options = GlobalHydra.instance().config_loader().get_group_options(group)
+            lines.append(f"  {group}: {', '.join(options)}")
+    lines += ["", "Keys and their values, as in KEY=VALUE; with -m, KEY=A,B runs the program for each:"]
+    values: Any = OmegaConf.to_container(config)
+    for key, value in flatten(values).items():
+        if not (key.startswith(("hydra.", "experiment")) or key.endswith("_target_")):
+            text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+            setting = f"  {key}={text}"
+            group, *words = key.split(".")
+            known = comments.get(group, of_program)
+            # The comment of an option may be that of what holds it.
+            comment = next((known[word] for word in reversed([group, *words]) if word in known), "")
+            lines.append(f"{setting:40} {comment}".rstrip())
+    return "\n".join(lines)
+
+
+def described(folders: Sequence[Path], group: str, name: str) -> dict[str, str]:
+    """{last word of a key: the comment beside it} of an option, in the first of these folders, and of its defaults."""
+    paths = [folder / group / f"{name}.yaml" for folder in folders]
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
+        return {}
+    text = path.read_text(encoding="utf-8")
+    comments: dict[str, str] = {}
+    for parent in (yaml.safe_load(text) or {}).get("defaults", []):
+        comments |= described(folders, group, str(parent))
+    return comments | dict(re.findall(r"^ *(\w+):.*? # (.*)$", text, re.MULTILINE))
+
+
+def explain(error: BaseException) -> str:
+    """The message of an error, for a terminal. For an error of Hydra's it names the nearest key or option."""
+    message = str(error).strip()
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        message = _missing_option(error.missing_cfg_file, error.options or ())
+    elif isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        message = f"{error.override!r} is not KEY=VALUE; a text has quotes of its own: \"{key}='{value}'\""
+    elif isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        siblings = [] if cause.parent_node is None else list(cause.parent_node)
+        message = _unknown_key(str(cause.full_key), [str(name) for name in siblings if name != "hydra"])
+    elif message.startswith("Could not override '"):
+        message = unknown_key(message.split("'")[1], ())  # a group of other programs
+    return printable(message)
+
+
+def _missing_option(name: str, options: Sequence[str]) -> str:
+    """The message about an option that no file of its group has, as in pe=yarm."""
+    group, _, choice = name.rpartition("/")
+    # Of an option within a file Hydra does not say which there are.
+    known = options or sorted(path.stem for path in CONF_DIR.joinpath(group).glob("*.yaml"))
+    hint = answer(group, choice) or nearest(choice, known)
+    return f"{group or 'configuration'}={choice}: there is no such option{hint}"
+
+
+def _unknown_key(key: str, siblings: Iterable[str]) -> str:
+    """The message about a key that does not exist: the nearest beside it, or which options have such a key."""
+    message = unknown_key(key, siblings)
+    if "; there is: " not in message:  # a similar or a foreign name was found
+        return message
+    word = key.rpartition(".")[2]
+    files = [(path.parent.name, path.stem) for path in sorted(CONF_DIR.glob("*/*.yaml"))]
+    having = [f"{group}={name}" for group, name in files if word in described([CONF_DIR], group, name)]
+    remedy = f"; a pattern takes ++{key}=..." if key.startswith("pe.") else ""
+    return f"{message}. These have it: {', '.join(having)}{remedy}" if having else message
+
+
 @contextmanager
-def composed(name: str, *overrides: str) -> Iterator[DictConfig]:
+def composed(name: str | None, *overrides: str) -> Iterator[DictConfig]:
     """The configuration that Hydra composes with these overrides, over the `recipe` that they call for.
 
-    Within the context ${hydra:...} refers to it.
+    Within the context ${hydra:...} refers to it. Raises ConfigError: names the first mistake.
     """
     arguments = [*_search_path(), *overrides]
     outer_hydra, outer_config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            config = _compose(name, arguments)
+            config = hydra.compose(name, arguments, return_hydra_config=True)
             experiment = recipe(config)
             if experiment:
-                config = _compose(name, [f"experiment={experiment}", *arguments])
+                config = hydra.compose(name, [f"experiment={experiment}", *arguments], return_hydra_config=True)
             HydraConfig.instance().set_config(config)
             yield config
-    finally:
-        GlobalHydra.instance().clear()
-        if outer_hydra:
-            GlobalHydra.instance().initialize(outer_hydra)
-        HydraConfig.instance().cfg = outer_config
-
-
-def _compose(name: str, overrides: list[str]) -> DictConfig:
-    """What Hydra composes. Raises ConfigError: names the first mistake."""
-    try:
-        return hydra.compose(name, overrides, return_hydra_config=True)
     except HydraException as error:
         raise ConfigError(explain(error)) from None
+    finally:
+        GlobalHydra.instance().hydra = outer_hydra
+        HydraConfig.instance().cfg = outer_config
 
 
 def recipe(config: DictConfig) -> str:
@@ -204,16 +266,15 @@ def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, 
     section = HydraConfig.get()
     store = ConfigStore.instance().store
     program = OmegaConf.load(CONF_DIR / f"{section.job.config_name}.yaml")
-    defaults: list[Any] = list(program.defaults)
+    defaults = program.defaults
     for group, values in groups.items():
         store(_BASE, literal(dict(values)), group=group)
-        for i, entry in enumerate(defaults):
-            if isinstance(entry, DictConfig) and group in entry:
-                defaults[i] = {group: _BASE}
+        for entry in defaults:
+            if group in entry:
+                entry[group] = _BASE
     store(_BASE, literal(dict(under)), group=_BASE, package="_global_")
     # After the program's own defaults, but before an experiment, which is the last of them.
-    place = len(defaults) - ({"experiment": None} in defaults)
-    program.defaults = [*defaults[:place], {_BASE: _BASE}, *defaults[place:]]
+    defaults.insert(len(defaults) - ({"experiment": None} in defaults), {_BASE: _BASE})
     store(f"over_{_BASE}", program)
     with composed(f"over_{_BASE}", *section.overrides.task) as config:
         return plain(config)
@@ -251,10 +312,10 @@ def encoding(spec: str | Mapping[str, Any], where: str = "pe") -> dict[str, Any]
         for key in options.keys() - defaults.keys():
             raise ConfigError(f"{where}={name}: {unknown_key(str(key), defaults)}")
         options = defaults | options
-    if "pattern" in options:
-        for key, value in options.items():
-            if isinstance(value, Mapping):
-                options[key] = encoding(value, f"{where}.{key}.pe")
+    # The parts of a pattern.
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            options[key] = encoding(value, f"{where}.{key}.pe")
     return options
 
 
@@ -264,14 +325,8 @@ def literal(value: Any) -> Any:
     It would compute ${...}. In the files of somebody else's run ${oc.env:NAME} stands for a variable of the user's
     environment, which would then be in files that the user sends on.
     """
-    if isinstance(value, str):
-        # A backslash before ${ escapes it, and one before that stands for itself.
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, Mapping):
-        return {key: literal(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [literal(item) for item in value]
-    return value
+    # A backslash before ${ escapes it, and one before that stands for itself. In JSON each of them is two.
+    return json.loads(re.sub(r"(\\*)\$\{", r"\1\1\\\\${", json.dumps(value)))
 
 
 def quoted(text: str) -> str:
@@ -285,5 +340,5 @@ def quoted(text: str) -> str:
 def _of_yaml(name: str, *_search_path: str) -> dict[str, Any]:
     """The options in pe/`name`.yaml; the search path makes the cache tell folders apart."""
     # Not as the primary configuration, which Hydra does not look for in a user's folders.
-    with composed("program", f"+pe={quoted(name)}") as config:
+    with composed(None, f"+pe={quoted(name)}") as config:
         return plain(config)["pe"]

@@ -13,7 +13,7 @@ from data.text import TextData
 from model import serialization
 from model.gpt import GPT
 from ropewalk import hf
-from ropewalk.app.cli import composed, encoding, plain, quoted, recompose
+from ropewalk.app.cli import TRAIN, composed, encoding, plain, quoted, recompose
 from ropewalk.app.resolve import (
     Options,
     base_model,
@@ -31,12 +31,10 @@ from ropewalk.files import read_json
 from ropewalk.training import checkpoints
 from ropewalk.training.ranks import assign
 
-_OF_TRAINING = ("dropout", "init_std")  # of the architecture: another value fits the same weights
-
 
 def train_values(*overrides: str) -> dict[str, Any]:
     """The values of train.py's command line with these overrides, not yet checked."""
-    with composed("config", *overrides) as config:
+    with composed(TRAIN, *overrides) as config:
         return merged(plain(config))
 
 
@@ -76,7 +74,7 @@ def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
     """Raise ConfigError unless the weights of the model `base` fit the network that `values` describe."""
     for key, value in values["model"].items():
         theirs = base["model"].get(key)
-        if value != theirs and key not in _OF_TRAINING:
+        if value != theirs and key not in ("dropout", "init_std"):  # another value of these fits the same weights
             remedy = "leave it out, or take what fits with init_partial=true"
             raise ConfigError(f"model.{key}={value} contradicts {source}, which has {theirs}: {remedy}")
     readable(base, values["pe"], remedy="init_partial=true starts from them all the same", dropping=True)
@@ -119,33 +117,22 @@ def opened(run: str | Path, cache_dir: str = "prepared", step: int | None = None
     source = str(run)
     if source.startswith("hf:"):
         base = base_model(source)
-        options = [f"init_from={quoted(source)}", f"train_len={base['train_len']}", "trainer.max_steps=0"]
-        directory = RunDir(resolve(train_values(*options, f"data.cache_dir={quoted(cache_dir)}")))
-        made_of = hf.read_model(source).identity()
-        length = base["original_len"]
-        fill: Callable[[GPT], Any] = partial(load_weights, base=base, partial=False)
-    else:
-        path = find(source)
-        steps = checkpoints.steps_in(path / "checkpoints")
-        if step is None and ((path / "training.json").is_file() or not steps):
-            return path
-        step = step or steps[-1]
-        if step not in steps:
-            raise ConfigError(f"{path} has no checkpoint of step {step}: its steps are {steps}")
-        cfg = load_config(path)
-        base = base_model(cfg.init_from)
-        directory = RunDir(_of_checkpoint(cfg, path, step, cache_dir))
-        made_of = read_environment(path).run_id
-        length = original_len(cfg, base)
-        fill = partial(_load_checkpoint, path / "checkpoints", step)
-    directory.check()
-    if not (directory.path / serialization.DESCRIPTION).is_file():
-        _import_model(directory, base, fill, made_of, length)
-    # Older versions did not write it.
-    elif read_json(directory.path / "data.json").get("made_of", made_of) != made_of:
-        raise ConfigError(f"{directory.path} holds earlier weights of {source}: rename or delete it, and try again")
-    print(f"{directory.cfg.init_from} is the run {directory.path}")
-    return directory.path
+        places = f"init_from={quoted(source)}", f"data.cache_dir={quoted(cache_dir)}"
+        cfg = resolve(train_values(*places, "trainer.max_steps=0"))
+        fill = partial(load_weights, base=base, partial=False)
+        return _run_of(cfg, base, fill, made_of=hf.read_model(source).identity(), length=base["original_len"])
+    path = find(source)
+    steps = checkpoints.steps_in(path / "checkpoints")
+    if step is None and ((path / "training.json").is_file() or not steps):
+        return path
+    step = step or steps[-1]
+    if step not in steps:
+        raise ConfigError(f"{path} has no checkpoint of step {step}: its steps are {steps}")
+    trained = load_config(path)
+    base = base_model(trained.init_from)
+    cfg = _of_checkpoint(trained, path, step, cache_dir)
+    load = partial(_load_checkpoint, path / "checkpoints", step)
+    return _run_of(cfg, base, load, made_of=read_environment(path).run_id, length=original_len(trained, base))
 
 
 def _of_checkpoint(cfg: Config, path: Path, step: int, cache_dir: str) -> Config:
@@ -153,7 +140,7 @@ def _of_checkpoint(cfg: Config, path: Path, step: int, cache_dir: str) -> Config
     values = cfg.model_dump()
     values["trainer"]["max_steps"] = 0
     values["eval"]["at"] = []
-    name = {"name": f"{path.name}-step{step}", "runs_dir": str(path.parent), "overwrite": False}
+    name = {"name": f"{path.name}-step{step}", "runs_dir": str(path.parent)}
     return check(values | name | {"init_from": f"{path}@{step}", "stages": [], "data": data_options(path, cache_dir)})
 
 
@@ -161,22 +148,30 @@ def _load_checkpoint(folder: Path, step: int, net: GPT) -> None:
     checkpoints.resume(folder, net, torch.optim.AdamW(net.parameters()), only=step)
 
 
-def _import_model(directory: RunDir, base: Options, fill: Callable[[GPT], Any], made_of: str, length: int) -> None:
-    """Make a run of 0 steps of the weights that `fill` gives a network, which began with the model `base`, if any.
+def _run_of(cfg: Config, base: Options, fill: Callable[[GPT], Any], made_of: str, length: int) -> Path:
+    """Return the directory of the run of 0 steps `cfg`; make it of the weights that `fill` gives a network.
 
     Args:
-        made_of: what the weights are, to tell them from later ones under the same name.
+        base: the model that the weights began with, if any.
+        made_of: what they are, to tell them from later ones under the same name.
         length: their `original_len`.
     """
-    cfg = directory.cfg
-    data = build_data(cfg.data)
-    net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size(data, base), train_len=cfg.train_len)
-    fill(net)
-    data.prepare(progress=True)
-    identity = data.identity()
-    with directory.lock():
-        directory.create(identity | {"made_of": made_of}, data.tokenizer_files())
-        serialization.save(net, directory.path, pe=cfg.pe, tokenizer=identity, original_len=length)
+    run = RunDir(cfg)
+    run.check()
+    if not (run.path / serialization.DESCRIPTION).is_file():
+        data = build_data(cfg.data)
+        net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size(data, base), train_len=cfg.train_len)
+        fill(net)
+        data.prepare()
+        identity = data.identity()
+        with run.lock():
+            run.create(identity | {"made_of": made_of}, data.tokenizer_files())
+            serialization.save(net, run.path, pe=cfg.pe, tokenizer=identity, original_len=length)
+    # Older versions did not write it.
+    elif read_json(run.path / "data.json").get("made_of", made_of) != made_of:
+        raise ConfigError(f"{run.path} holds earlier weights of {cfg.init_from}: rename or delete it, and try again")
+    print(f"{cfg.init_from} is the run {run.path}")
+    return run.path
 
 
 def vocab_size(data: Data, base: Options) -> int:

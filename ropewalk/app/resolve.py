@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from conf.schema import Config, ConfigError, GPTConfig, Stage, parse
 from data.base import build_data
@@ -20,7 +21,7 @@ from model.position.base import NO_ENCODING
 from model.position.layer import check_length
 from model.position.network import at_scale, family_of, max_len_of, scales_of
 from ropewalk import hf
-from ropewalk.app.cli import encoding
+from ropewalk.app.cli import encoding, literal
 from ropewalk.app.run_dir import RESTORE, naming_damage, read_config
 from ropewalk.training.distributed import resolve_devices
 from ropewalk.training.hardware import Hardware
@@ -122,20 +123,14 @@ def _resolve_stage(cfg: Config, stage: Stage, net: GPT) -> Stage:
     """
     if cfg.train_len % stage.train_len:
         raise ConfigError(f"stages: train_len={stage.train_len} must divide train_len={cfg.train_len}")
-    pe, stage_net = resolve_encoding(_merged(cfg.pe, stage.pe), cfg.model, stage.train_len)
+    # It may change some options of a pattern's part.
+    merged = OmegaConf.merge(literal(cfg.pe), literal(stage.pe))
+    options: Any = OmegaConf.to_container(merged, resolve=True)
+    pe, stage_net = resolve_encoding(options, cfg.model, stage.train_len)
     if _parameters(stage_net) != _parameters(net):
         raise ConfigError(f"stages: pe={stage.pe} gives another class or other parameters than pe={cfg.pe['name']}")
     _check_positions(cfg, stage_net)
     return stage.model_copy(update={"pe": pe})
-
-
-def _merged(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `options` of an encoding with `changes`, which may name some options of a pattern's part."""
-    merged = {**options}
-    for key, value in changes.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _merged(merged[key], value) if both else value
-    return merged
 
 
 def _parameters(net: GPT) -> Any:

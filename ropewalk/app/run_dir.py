@@ -61,7 +61,7 @@ class Environment(BaseModel):
 # Key prefixes that may change when a run is resumed. None of them changes what a step samples. World size, strategy,
 # trainer.checkpointing and trainer.deterministic may change the order of its sums, and so the last bits.
 FREE = (
-    "name", "overwrite", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices",
+    "name", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices",
     "trainer.replicas", "trainer.context_parallel", "trainer.checkpoint", "trainer.deterministic",
     "trainer.keep_checkpoints", "data.cache_dir",
 )  # fmt: skip
@@ -81,12 +81,23 @@ class RunDir:
         """Raise ConfigError if another run or something else is in this place."""
         if not self.path.exists():
             return
-        if not (self.path / "config.yaml").is_file():
+        if not self.begun:
             raise ConfigError(f"{self.path} exists and is not a run: choose another name=...")
         refuse_links(self.path)
-        differences = self._differences() if self.begun else []
+        old = flatten(read_config(self.path))
+        new = flatten(self.cfg.model_dump())
+        # A run may end later, or earlier, but not before what it has trained.
+        if new["trainer.max_steps"] >= max(steps_in(self.checkpoints), default=1):
+            new["trainer.max_steps"] = old["trainer.max_steps"]
+        differences = []
+        for key in differing(old, new):
+            # The file has what a machine made of "auto".
+            is_open = key.startswith("trainer.") and new.get(key) == "auto"
+            if not is_open and not key.startswith(FREE):
+                recorded = f"{old.get(key)!r} in {self.path / 'config.yaml'}"
+                differences.append(f"  {key}: {recorded}, {new.get(key)!r} on this command line")
         if differences:
-            remedy = "choose another name=..., or overwrite=true to lose that run"
+            remedy = "choose another name=..., or delete that run"
             raise ConfigError("\n".join([f"{self.path} holds a run with another configuration:", *differences, remedy]))
 
     @contextmanager
@@ -96,46 +107,17 @@ class RunDir:
             self.check()  # another process may have changed the run since the first check
             yield
 
-    def _differences(self) -> list[str]:
-        """Return a line for each key that keeps the run on the disk from being resumed."""
-        old = flatten(read_config(self.path))
-        new = flatten(self.cfg.model_dump())
-        # A run may end later, or earlier, but not before what it has trained.
-        if new["trainer.max_steps"] >= max(steps_in(self.checkpoints), default=1):
-            new["trainer.max_steps"] = old["trainer.max_steps"]
-        lines = []
-        for key in differing(old, new):
-            # The file has what a machine made of "auto".
-            is_open = key.startswith("trainer.") and new.get(key) == "auto"
-            if not is_open and not key.startswith(FREE):
-                recorded = f"{old.get(key)!r} in {self.path / 'config.yaml'}"
-                lines.append(f"  {key}: {recorded}, {new.get(key)!r} on this command line")
-        return lines
-
     @property
     def begun(self) -> bool:
-        """True if this run is on the disk, and is not one that overwrite=true replaces."""
-        if not (self.path / "config.yaml").is_file():
-            return False
-        if not self.cfg.overwrite:
-            return True
-        # An unfinished run that was itself begun with overwrite=true is this run: a job that is requeued with the same
-        # command must resume it, and not start from the beginning each time.
-        if (self.path / "training.json").is_file():
-            return False
-        try:
-            read_environment(self.path)
-            return read_config(self.path).get("overwrite") is True and not self._differences()
-        except (ConfigError, OSError):  # a run that cannot be read cannot be resumed
-            return False
+        """True if this run is on the disk."""
+        return (self.path / "config.yaml").is_file()
 
     @property
     @rank_zero_only
     def complete(self) -> bool:
         """True if all steps that `cfg` asks for are trained and recorded."""
-        if not self.begun or not (self.path / "training.json").is_file():
-            return False
-        return bool(read_training(self.path)["steps"] >= self.cfg.trainer.max_steps)
+        recorded = (self.path / "training.json").is_file()
+        return recorded and bool(read_training(self.path)["steps"] >= self.cfg.trainer.max_steps)
 
     @cached_property
     def run_id(self) -> str:
@@ -155,7 +137,7 @@ class RunDir:
 
     @rank_zero_only
     def create(self, identity: dict[str, Any], tokenizer_files: Iterable[Path] = ()) -> None:
-        """Create the directory, or record another start in it; with `overwrite`, in place of the old run.
+        """Create the directory, or record another start in it.
 
         Call it only after everything that resuming needs was read: a run that is trained longer is unfinished from here
         on.
@@ -164,11 +146,6 @@ class RunDir:
             identity: of the data, for data.json.
             tokenizer_files: copied into the directory.
         """
-        partial = self.path.with_name(f".{self.path.name}.partial")
-        old = self.path.with_name(f".{self.path.name}.old")
-        # A process that was killed in here leaves these folders.
-        for leftover in (partial, old):
-            shutil.rmtree(leftover, ignore_errors=True)
         if self.begun:
             starts = read_environment(self.path).starts  # before anything changes: it may be damaged
             # Nobody else may write here, so what lies here half written is of a process that was killed.
@@ -177,17 +154,15 @@ class RunDir:
             self._extend()
             self._record_start(self.path, starts)
             return
-        # The new directory gets its name only once it is whole: a kill at any point leaves the old run, the new one or
-        # none, never a mixture.
+        # The directory gets its name only once it is whole. A process that was killed before leaves this one.
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         write_json(partial / "data.json", identity)
         write_text(partial / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
         copy_files(tokenizer_files, partial / "tokenizer")
         self._record_start(partial, [])
-        if self.path.exists():
-            self.path.replace(old)
         partial.replace(self.path)
-        shutil.rmtree(old, ignore_errors=True)
 
     def _extend(self) -> None:
         """Record another number of steps; with more of them the run is unfinished again."""
@@ -226,7 +201,7 @@ def lock(run: Path) -> Iterator[None]:
         ConfigError: another process has it.
         OSError: its file cannot be made.
     """
-    # The file lies beside the run, since overwrite=true replaces the whole directory under the lock.
+    # The file lies beside the run, which may not be there yet.
     path = run.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.with_name(f".{path.name}.lock")

@@ -1,34 +1,39 @@
-"""Sweeps (-m): runs train side by side on a CPU, else Hydra runs the jobs. One that fails is named, the others go on.
+"""Sweeps (-m): a program runs for each combination of what is swept. One that fails is named, the others go on.
 
-The jobs of train.py are checked before the first one trains, and complete runs are left alone. A sweeper that searches
-chooses its jobs by earlier results, so its jobs are checked one by one.
+The jobs of train.py are checked before the first one trains. They train side by side, each in a process of its own: one
+on each core with one thread, or one after the other on a GPU. A step of a small network is a row of small operations,
+of which a second thread gains little, and a second process all.
 """
 
+import contextlib
 import itertools
+import multiprocessing
 import os
 import shlex
+import signal
 import sys
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from conf.schema import Config, ConfigError
-from ropewalk.app import side_by_side
-from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, plain, quoted
-from ropewalk.app.explain import CONF_DIR, explain
-from ropewalk.app.init_from import merged
-from ropewalk.app.resolve import resolve
+from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, explain, plain
+from ropewalk.app.init_from import merged, train_values
+from ropewalk.app.resolve import for_this_machine, resolve
 from ropewalk.app.run_dir import RunDir
 from ropewalk.evaluation.loop import is_measured
-from ropewalk.training.distributed import started_by
+from ropewalk.training.distributed import die_with_parent, started_by
 from ropewalk.training.hardware import reset_peak_memory
+from ropewalk.training.stop import INTERRUPTED, STOPPED
 
-Choices = Mapping[str, Sequence[str]]  # {key: the overrides of it that the jobs combine}
+Job = tuple[Sequence[str], Sequence[str]]  # the overrides of a job, and those of them that vary
 
 
 def configure(config: DictConfig) -> Config:
@@ -52,82 +57,43 @@ def sweep(name: str, task: Task, overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: a job is mistaken.
     """
-    searches = any(override.startswith("hydra/sweeper=") for override in overrides)
-    jobs = Jobs(name, task, searches, plan(overrides) if name == TRAIN and not searches else [])
-    for number, run in enumerate(jobs.runs, 1):
-        print(f"[{number}/{len(jobs.runs)}] {run.path.name}{': complete' if run.complete else ''}")
-    configs = [run.cfg for run in jobs.runs]
-    is_left_to_hydra = "hydra/launcher=" in " ".join(overrides)
-    if not is_left_to_hydra and len(side_by_side.to_do(configs)) > 1 and side_by_side.processes(configs[0]) > 1:
-        jobs.failed = side_by_side.train_all(configs)
-    else:
-        jobs.run(overrides)
-    unfinished = jobs.unfinished()
-    if jobs.runs:
-        print(f"sweep: {len(jobs.runs) - len(unfinished)} of {len(jobs.runs)} runs are complete")
-        folders = ",".join(sorted({str(run.path.parent) for run in jobs.runs}))
-        print(f"to compare: python scripts/report.py {shlex.quote(f'folders=[{folders}]')}", flush=True)
-    failed = unfinished or jobs.failed
+    failed = _sweep_training(overrides) if name == TRAIN else _sweep_program(name, task, overrides)
     if failed:
         print(f"failed: {', '.join(failed)}; the same command tries these again", file=sys.stderr)
         raise SystemExit(1)
 
 
-class Jobs:
-    """What Hydra calls for each job. It is pickled, with the runs, for jobs in other processes."""
+def _sweep_training(overrides: Sequence[str]) -> list[str]:
+    """Train the runs of a sweep side by side. Returns the names of those that failed."""
+    runs = plan(overrides)
+    for number, run in enumerate(runs, 1):
+        print(f"[{number}/{len(runs)}] {run.path.name}{': complete' if run.complete else ''}")
+    failed = train_all([run.cfg for run in runs])
+    folders = ",".join(sorted({str(run.path.parent) for run in runs}))
+    print(f"to compare: python scripts/report.py {shlex.quote(f'folders=[{folders}]')}", flush=True)
+    return failed
 
-    def __init__(self, name: str, task: Task, searches: bool, runs: Sequence[RunDir]) -> None:
-        self.name = name
-        self.task = task
-        self.searches = searches
-        self.runs = runs  # of train.py, in the order of the jobs; none if they are not known beforehand
-        self.process = os.getpid()
-        self.failed: list[str] = []  # labels of the jobs that failed in this process
 
-    def __call__(self, config: DictConfig) -> Any:
-        """Run the job of a configuration that Hydra has composed."""
-        section = HydraConfig.get()
-        number = section.job.num + 1
-        label = f"job {number}"
-        overrides = [*section.overrides.task]
-        if self.runs:
-            run = self.runs[section.job.num]
-            if run.complete and is_measured(run.path, run.cfg):
-                return None
-            label = f"[{number}/{len(self.runs)}] {run.path.name}"
-            overrides.append(f"name={quoted(run.path.name)}")
-        # Jobs share one process: each must measure its own peak, without what the job before it still holds.
+def _sweep_program(name: str, task: Task, overrides: Sequence[str]) -> list[str]:
+    """Run the jobs of another program, one after the other in this process. Returns what varies in those that failed.
+
+    Its keys are checked first, by composing all jobs.
+    """
+    jobs = _jobs(name, overrides)
+    for options, _ in jobs:
+        with composed(name, *options):
+            pass
+    failed = []
+    for options, varying in jobs:
+        # Each must measure its own peak, without what the job before it still holds.
         reset_peak_memory()
-        try:
-            with composed(self.name, *overrides) as own:  # over the recipe of its data
-                result = self.task(own)
-        except Exception as error:
-            if not isinstance(error, ERRORS):  # a defect, not a mistake of the user
-                traceback.print_exception(error)
-            print(f"{label}: failed: {explain(error)}", file=sys.stderr, flush=True)
-            self.failed.append(label)
-            # Hydra ends at the first failure, so it is not told of one: others go on. A search has to know.
-            if self.searches or os.getpid() != self.process:
-                raise
-            return None
-        print(f"{label}: done; {len(self.unfinished())} left", file=sys.__stdout__, flush=True)
-        return result
-
-    def run(self, overrides: Sequence[str]) -> None:
-        """Let Hydra run the jobs: one after the other, or as the launcher and the sweeper that were chosen do."""
-        sys.stdout.flush()
-        sys.argv[1:] = ["--multirun", *overrides]
-        try:
-            hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=self.name)(self)()
-        except ERRORS:
-            if not self.runs:
-                raise
-            self.failed.append("a job in another process")
-
-    def unfinished(self) -> list[str]:
-        """The names of the runs that are still to train, or have failed."""
-        # Jobs may run in other processes, so only the disk tells: training.json is written when a run is complete.
-        return [run.path.name for run in self.runs if not (run.path / "training.json").is_file()]
+        with composed(name, *options) as config:
+            said = outcome(task, config)
+        if said:
+            label = " ".join(varying) or name
+            print(f"{label}: {said}", file=sys.stderr, flush=True)
+            failed.append(label)
+    return failed
 
 
 def plan(overrides: Sequence[str]) -> list[RunDir]:
@@ -138,52 +104,44 @@ def plan(overrides: Sequence[str]) -> list[RunDir]:
     Raises:
         ConfigError: a job is mistaken.
     """
-    choices = _choices(overrides)
-    jobs = [*itertools.product(*choices.values())]
-    varying = [
-        [option for option, values in zip(job, choices.values(), strict=True) if len(values) > 1] for job in jobs
-    ]
-    configs = [_checked(job, " ".join(options)) for job, options in zip(jobs, varying, strict=True)]
+    jobs = _jobs(TRAIN, overrides)
+    configs = []
+    for options, varying in jobs:
+        try:
+            configs.append(resolve(train_values(*options)))
+        except ERRORS as error:
+            raise ConfigError(f"{' '.join(varying)}: {explain(error)}".removeprefix(": ")) from None
+    # Fabric starts further processes by the command line, which here is that of the sweep: each would run all jobs.
+    of_several = [cfg for cfg in configs if cfg.trainer.devices != 1 or cfg.trainer.strategy == "fsdp"]
+    if of_several or started_by().world_size > 1:
+        raise ConfigError("trainer.devices: a job of a sweep is one process: leave out -m, or trainer=ddp or fsdp")
     runs = [RunDir(cfg) for cfg in configs]
     if len({run.path for run in runs}) < len(runs):
-        runs = [RunDir(_with_name(cfg, options)) for cfg, options in zip(configs, varying, strict=True)]
+        runs = [RunDir(_with_name(cfg, varying)) for cfg, (_, varying) in zip(configs, jobs, strict=True)]
     for run in runs:
         run.check()
     return runs
 
 
-def _choices(overrides: Sequence[str]) -> Choices:
-    """What the jobs combine, as Hydra's own sweeper combines it."""
+def _jobs(name: str, overrides: Sequence[str]) -> list[Job]:
+    """The jobs of a sweep over a program, combined as by Hydra's own sweeper."""
     parser = OverridesParser.create()
-    fixed = [str(o.input_line) for o in parser.parse_overrides([*overrides]) if not o.is_sweep_override()]
-    with composed(TRAIN, *fixed) as config:
-        swept: Mapping[str, str] = config.hydra.sweeper.get("params") or {}
+    given = parser.parse_overrides([*overrides])
+    # Only files may sweep something, so only what chooses files is asked: a key may belong to an option that is swept.
+    fixed = [override for override in given if not override.is_sweep_override()]
+    of_files = [str(o.input_line) for o in fixed if "." not in o.get_key_element() or o.is_hydra_override()]
+    with composed(name, *of_files) as config:
+        swept = config.hydra.sweeper.get("params") or {}
     choices = {}
     # First what a file sweeps, then the command line, in which a later override replaces an earlier one.
-    for override in parser.parse_overrides([*(f"{key}={value}" for key, value in swept.items()), *overrides]):
+    for override in [*parser.parse_overrides([f"{key}={value}" for key, value in swept.items()]), *given]:
         key = override.get_key_element()
         choices[key] = [str(override.input_line)]
         if override.is_sweep_override():
             choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
-    return choices
-
-
-def _checked(overrides: Sequence[str], label: str) -> Config:
-    """The configuration of a job. Raises ConfigError: it is mistaken, or needs processes that nobody starts."""
-    try:
-        with composed(TRAIN, *overrides) as config:
-            cfg = resolve(merged(plain(config)))
-            starts_several = config.hydra.launcher.get("tasks_per_node", 1) > 1
-    except ERRORS as error:
-        raise ConfigError(f"{label}: {explain(error)}".removeprefix(": ")) from None
-    # Fabric starts further processes by the command line, which here is that of the sweep: each would run all jobs.
-    # Only Slurm's launcher gives a job several processes.
-    t = cfg.trainer
-    needs_several = t.devices != 1 or t.strategy == "fsdp"
-    if started_by().world_size > 1 or (needs_several and not starts_several):
-        remedy = "leave out -m, or use hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=N"
-        raise ConfigError(f"trainer.devices={t.devices}: a job of a sweep is one process: {remedy}")
-    return cfg
+    varying = {option for options in choices.values() if len(options) > 1 for option in options}
+    jobs = itertools.product(*choices.values())
+    return [(job, [option for option in job if option in varying]) for job in jobs]
 
 
 def _with_name(cfg: Config, varying: Sequence[str]) -> Config:
@@ -195,3 +153,117 @@ def _with_name(cfg: Config, varying: Sequence[str]) -> Config:
         if key != "seed" and value not in words:
             words.append(option)
     return cfg.model_copy(update={"name": "-".join(words).replace("/", "_") + seed})
+
+
+def processes(cfg: Config) -> int:
+    """How many runs such as `cfg` train at once: one for each core, if memory allows; one if they share a GPU."""
+    _, hardware = for_this_machine(cfg)
+    if hardware.device != "cpu":
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit of this container
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return max(1, min(cores, memory // 2**31))  # 2 GiB for a process: more than a small network takes
+
+
+def to_do(runs: Iterable[RunDir]) -> list[Config]:
+    """The configurations of those runs that are not complete, or not measured as they ask for."""
+    return [run.cfg for run in runs if not (run.complete and is_measured(run.path, run.cfg))]
+
+
+def outcome(work: Callable[..., Any], *arguments: Any) -> str:
+    """Do the work of a job. Returns why it failed, or "". Raises SystemExit: it was stopped."""
+    try:
+        work(*arguments)
+    except Exception as error:
+        if not isinstance(error, ERRORS):  # a defect, not a mistake of the user
+            traceback.print_exception(error)
+        return f"failed: {explain(error)}"
+    return ""
+
+
+def train_all(runs: Sequence[Config]) -> list[str]:
+    """Train, resume or measure the runs that are `to_do`, and print a line when one ends.
+
+    What a run itself prints goes to RUNS_DIR/.sweep/NAME.txt. One that fails is named with the reason, and the others
+    go on.
+
+    Returns:
+        The names of those that failed.
+
+    Raises:
+        SystemExit: stopped by a signal, with checkpoints; the same call resumes.
+    """
+    distinct = {run.path: run for run in map(RunDir, runs)}
+    waiting = to_do(distinct.values())
+    at_once = min(processes(runs[0]), len(waiting) or 1)
+    said = f"; what they print is in {Path(runs[0].runs_dir, '.sweep')}" if waiting else ""
+    print(f"{len(waiting)} of {len(distinct)} runs to train or measure, {at_once} at once{said}", flush=True)
+    failed = []
+    started = time.monotonic()
+    spawn = multiprocessing.get_context("spawn")  # a forked process would inherit the threads of PyTorch
+    of_each = 1 if at_once > 1 else torch.get_num_threads()
+    pool = ProcessPoolExecutor(at_once, spawn, _begin, (os.getpid(), of_each))
+    # A process dies with the thread that started it (see `die_with_parent`), so this one starts them.
+    for _ in waiting[:at_once]:
+        pool.submit(os.getpid)
+    # Each thread has one run at a time. The pool alone would keep some ready, which would train after a stop.
+    threads = ThreadPoolExecutor(at_once)
+    handler = signal.signal(signal.SIGTERM, _stop_all)
+    try:
+        names = {threads.submit(outcome, _train_in, pool, cfg): str(cfg.name) for cfg in waiting}
+        for done, run in enumerate(as_completed(names), 1):
+            if run.result():
+                failed.append(names[run])
+            left = len(waiting) - done
+            minutes = left * (time.monotonic() - started) / done / 60
+            print(f"{names[run]}: {run.result() or 'done'}; {left} left, about {minutes:.0f} min", flush=True)
+    finally:
+        threads.shutdown(cancel_futures=True)
+        pool.shutdown()
+        signal.signal(signal.SIGTERM, handler)
+    return failed
+
+
+def _train_in(pool: ProcessPoolExecutor, cfg: Config) -> None:
+    pool.submit(_train, cfg).result()
+
+
+def _stop_all(*_: object) -> None:
+    """Let each run stop after a step, with a checkpoint, as Ctrl-C does, which reaches them by itself."""
+    for child in multiprocessing.active_children():
+        child.terminate()
+    raise SystemExit(STOPPED)
+
+
+def _begin(parent: int, threads: int) -> None:
+    """Make a process ready that `parent` has started."""
+    die_with_parent(parent)
+    torch.set_num_threads(threads)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # between two runs; the parent gives no other one
+
+
+def _train(cfg: Config) -> None:
+    from train import train  # it imports all that a run needs
+
+    reset_peak_memory()  # of an earlier run in this process
+    log = Path(cfg.runs_dir, ".sweep", f"{cfg.name}.txt")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        log.open("a", buffering=1, encoding="utf-8") as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
+        # While it trains, either signal stops it after a step; these are for the time before and after.
+        signal.signal(signal.SIGTERM, _stop)
+        try:
+            train(cfg)
+        except KeyboardInterrupt:
+            raise SystemExit(INTERRUPTED) from None
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _stop(*_: object) -> None:
+    raise SystemExit(STOPPED)

@@ -103,7 +103,8 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
 def readings(net: GPT, cfg: Config, hardware: Hardware) -> Readings:
     """Return the encodings of `net` at each of their scales, then those of `eval.variants`, each at its largest."""
     wanted: list[tuple[Any, float, Encodings]] = [(cfg.pe, scale, net.encodings) for scale in scales_of(net.encodings)]
-    for pe in cfg.eval.variants or []:
+    variants: list[Any] = cfg.eval.variants or []
+    for pe in variants:
         others = _encodings(net, pe, net.train_len, hardware)
         wanted.append((pe, max(scales_of(others)), others))
     result: Readings = []

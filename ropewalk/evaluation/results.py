@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel, Field, model_validator
 
 from ropewalk.app.run_dir import read_file
-from ropewalk.evaluation.statistics import Sample, by_document, estimate, grouping
+from ropewalk.evaluation.statistics import Sample, by_document, grouping
 from ropewalk.files import write_text
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
@@ -226,30 +226,3 @@ def _means_over_tasks(rows: Sequence[Row]) -> Iterator[Row]:
 def load_all(run: Path) -> list[Evaluation]:
     """Read all results of a run, in the order of their files. Raises ValueError: one is damaged."""
     return [Evaluation.load(path) for path in sorted((run / "evals").glob("*.json"))]
-
-
-def main_rows(evaluations: Iterable[Evaluation], kind: str, settings: Mapping[str, Any]) -> dict[tuple[str, int], Row]:
-    """Return the main number of each part at each length, of the evaluations of a kind that have these settings."""
-    rows = {}
-    for e in evaluations:
-        if e.kind == kind and settings.items() <= e.eval.items():
-            for m in e.measured:
-                main, *_ = e.rows_of(m)
-                rows[main["part"], main["length"]] = main
-    return rows
-
-
-def objective(evaluations: Sequence[Evaluation]) -> float:
-    """Return the number that a sweep may minimise: the loss or error of the final weights at the longest length.
-
-    The encoding reads at its largest scale. Difficulties of a task are averaged. Infinity if the training diverged.
-    """
-    of_lengths = [e for e in evaluations if e.kind == "lengths"]
-    last = max((e for e in of_lengths if not e.variant.zero_shot), key=lambda e: e.step)
-    # The same encoding at each of its scales; variants have other options, and reruns may have had other texts.
-    settings = (last.step, last.eval, last.variant.pe)
-    at_scales = [e for e in of_lengths if e.measured and (e.step, e.eval, e.variant.pe) == settings]
-    rows = main_rows([max(at_scales, key=lambda e: e.variant.scale)], "lengths", {})
-    longest = {part: row for (part, _), row in sorted(rows.items(), key=lambda item: item[1]["length"])}
-    mean = float(np.mean([estimate(row["sample"]).value for row in longest.values()]))
-    return math.inf if math.isnan(mean) else mean

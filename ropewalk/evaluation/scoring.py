@@ -102,7 +102,7 @@ class Scorer:
     encodings: Encodings | None = None
     # Says how texts are read; by default as one text in each row.
     reader: Reader = field(default_factory=Reader)
-    # Bytes of each token, int64 [vocab_size]; None if they mean nothing.
+    # Bytes of each token, [vocab_size]; None if they mean nothing.
     token_bytes: Tensor | None = None
     # Makes the network compute as in training.
     autocast: Autocast = nullcontext

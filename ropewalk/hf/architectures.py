@@ -5,7 +5,6 @@ Almost everything here is data. The defaults of `Architecture` are Llama's, so a
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,8 @@ from torch import Tensor
 from conf.schema import GPTConfig
 from model.position import PositionEncoding
 from model.position.absolute import Learned
+from model.position.network import Encodings
+from model.position.rotary import Rotary
 
 # Settings of GPTConfig and their names in transformers.
 SETTINGS = {
@@ -29,8 +30,16 @@ SETTINGS = {
     "init_std": "initializer_range",
     "tie_embeddings": "tie_word_embeddings",
 }
-GPT2_SETTINGS = SETTINGS | {"hidden_dim": "n_inner", "norm_eps": "layer_norm_epsilon", "mlp": "activation_function"}
-GPT2_SETTINGS = {ours: theirs for ours, theirs in GPT2_SETTINGS.items() if ours not in ("n_kv_head", "head_dim")}
+GPT2_SETTINGS = {
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "dim": "n_embd",
+    "hidden_dim": "n_inner",
+    "norm_eps": "layer_norm_epsilon",
+    "mlp": "activation_function",
+    "init_std": "initializer_range",
+    "tie_embeddings": "tie_word_embeddings",
+}
 # Activations of transformers and ours. The first name of each of ours is the one that an export writes.
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
 GELU = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact"}
@@ -70,6 +79,9 @@ Limits = dict[str, tuple[Any, ...]]
 LIMITS: Limits = {
     "pe": ("rotary",),
     "pe.partial_rotary_factor": (1.0,),
+    "pe.layout": ("half",),
+    "pe.resonance": (False,),
+    "pe.values": (False,),
     "model.norm": ("rmsnorm",),
     "model.norm_at": ("before",),
     "model.mlp": ("swiglu", "geglu"),
@@ -148,13 +160,22 @@ class Architecture:
         in_layer = ".attn." in ours or ".mlp." in ours
         return self.transposed and in_layer and ours.endswith(".weight")
 
-    def refused(self, cfg: GPTConfig, encodings: Iterable[PositionEncoding]) -> list[str]:
+    def refused(self, cfg: GPTConfig, encodings: Encodings) -> list[str]:
         """Return the settings of a network that this architecture cannot have, each as "key=value"."""
-        values = _values(cfg, list(encodings))
+        of_network: dict[str, list[Any]] = {
+            "pe": [_kind_of(pe) for pe in encodings],
+            "number of windows": [len({pe.window for pe in encodings})],
+            "model.dim % n_head": [cfg.dim % cfg.n_head],
+            "model.n_head / n_kv_head": [cfg.n_head // cfg.kv_heads],
+            "model.n_head * head_dim / dim": [cfg.n_head * cfg.head_width / cfg.dim],
+        }
+        of_network |= {f"model.{key}": [value] for key, value in cfg}
         refused = []
         for key, accepted in self.limits.items():
-            refused += [f"{key}={value}" for value in values[key] if value not in accepted]
-        return refused
+            # Any other is an option of `pe`, which may differ among layers. An encoding without it can be had.
+            of_layers = [getattr(pe, key.removeprefix("pe."), accepted[0]) for pe in encodings]
+            refused += [f"{key}={value}" for value in of_network.get(key, of_layers) if value not in accepted]
+        return list(dict.fromkeys(refused))  # each once, however many layers have it
 
 
 def _constants(config: Any, ours: str) -> tuple[float, float]:
@@ -174,22 +195,19 @@ def _constants(config: Any, ours: str) -> tuple[float, float]:
     return (1.0 if "norm" in ours else 0.0), 1.0
 
 
-def _values(cfg: GPTConfig, encodings: list[PositionEncoding]) -> dict[str, list[Any]]:
-    """Return the distinct values of every setting that a limit may name; an option of `pe` may differ among layers."""
-    # Any other class counts as rotary here: whether transformers can rotate as it does is checked in `rope.write`.
-    kinds: dict[type, str] = {Learned: "learned", PositionEncoding: "none"}
-    of_layers: dict[str, list[Any]] = {
-        "pe": [kinds.get(type(pe), "rotary") for pe in encodings],
-        "pe.window": [pe.window for pe in encodings],
-        "pe.temperature": [pe.temperature for pe in encodings],
-        "pe.partial_rotary_factor": [getattr(pe, "partial_rotary_factor", 1.0) for pe in encodings],
-        "number of windows": [len({pe.window for pe in encodings})],
-        "model.dim % n_head": [cfg.dim % cfg.n_head],
-        "model.n_head / n_kv_head": [cfg.n_head // cfg.kv_heads],
-        "model.n_head * head_dim / dim": [cfg.n_head * cfg.head_width / cfg.dim],
-    }
-    of_layers |= {f"model.{key}": [value] for key, value in cfg}
-    return {key: list(dict.fromkeys(values)) for key, values in of_layers.items()}
+def _kind_of(pe: PositionEncoding) -> str:
+    """Return what an encoding is for transformers: "rotary", "learned" or "none"; of any other the name of its class.
+
+    Rotary is RoPE with some frequencies: whether transformers can have these is checked in `rope.check`.
+    """
+    # A subclass that overrides `frequencies` alone is still RoPE; any hook of its own, or of another base, which Rotary
+    # calls by `super`, makes it something else.
+    hooks = {"embed", "tables", "state", "rotate", "bias", "attend"}
+    others = [cls for cls in type(pe).__mro__ if cls not in (Rotary, PositionEncoding)]
+    if isinstance(pe, Rotary) and not any(hooks & vars(cls).keys() for cls in others):
+        return "rotary"
+    kinds = {Learned: "learned", PositionEncoding: "none"}
+    return kinds.get(type(pe), type(pe).__name__)
 
 
 GPT2_LIMITS: Limits = {

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from conf.schema import GPTConfig, parse
-from model import position
 from model.gpt import GPT
-from model.position import Shape
+from model.position import Shape, build_encodings
 from model.position.absolute import Learned
 from ropewalk.files import hub_folder, own_file, read_json
 from ropewalk.hf import rope
@@ -62,8 +61,8 @@ class Pretrained:
 
     def identity(self) -> str:
         """Return a hash that changes with the files of the weights, by their sizes and times."""
-        stats = {path.name: path.stat() for path in self.folder.glob("*.safetensors")}
-        values = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
+        paths = self.folder.glob("*.safetensors")
+        values = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
         return hashlib.sha256(str(values).encode()).hexdigest()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -181,7 +180,7 @@ def _interpret(folder: Path, values: dict[str, Any], kind: str) -> Pretrained:
     shape = Shape.of(cfg, config.max_position_embeddings)
     pe = _encodings(config, arch, shape)
     with torch.device("meta"):
-        refused = arch.refused(cfg, position.build_encodings(pe, shape))
+        refused = arch.refused(cfg, build_encodings(pe, shape))
     if refused:
         raise ValueError(f"{' and '.join(refused)} is not supported")
     return Pretrained(folder, config, cfg, pe)
@@ -211,16 +210,8 @@ def _encodings(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:
     if config.model_type == "gpt2":
         return rope.named("learned", Learned) | {"scale": 1.0, "original_len": shape.train_len}
     layers = rope.layers(config)
-    # A pattern tells its parts apart by their windows or, if all layers have the same, by whether they rotate. Layers
-    # that differ in both would need a third part.
-    names = {layer: "rope" if layer.rotates else "nope" for layer in layers}
-    if len({layer.window for layer in layers}) > 1:
-        names = {layer: "global" if layer.window is None else "local" for layer in layers}
-    parts: dict[str, Any] = {}
-    for layer, name in names.items():  # each kind is read once, however many layers there are
-        part = rope.read(config, arch, shape, layer)
-        if parts.setdefault(name, part) != part:
-            raise ValueError(f"no_rope_layers={config.no_rope_layers} with these layer_types is not supported")
+    # Each kind is read once, however many layers there are.
+    parts = {layer.name: rope.read(config, arch, shape, layer) for layer in dict.fromkeys(layers)}
     if len(parts) == 1:
-        return parts[names[layers[0]]]
-    return {"name": config.model_type, "pattern": [names[layer] for layer in layers]} | parts
+        return parts[layers[0].name]
+    return {"name": config.model_type, "pattern": [layer.name for layer in layers]} | parts

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model import position
-from model.position import PositionEncoding, Shape
+from model.position import PositionEncoding, Shape, build_encodings
 from model.position.ops import inverse_frequencies
 from model.position.rotary import PRope, Rotary
 from model.position.scaled_rotary import ABF, NTK, DynamicNTK, Linear, LongRope, NTKByParts, ScaledRotary, Yarn
@@ -26,32 +25,30 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 
 ORIGINAL = "original_max_position_embeddings"
-Settings = dict[str, Any]  # the rope_parameters of transformers
 
 
 class RopeType(NamedTuple):
-    """A rope_type of transformers: our name, our class, and the settings that have the same name and meaning here."""
+    """A rope_type of transformers: our name, our class, and the names of settings there and here."""
 
     name: str
     cls: type[Rotary]
-    same: tuple[str, ...] = ()
+    options: dict[str, str]
 
 
 TYPES = {
-    "default": RopeType("rope", Rotary),
-    "linear": RopeType("linear", Linear),
-    "dynamic": RopeType("dynamic_ntk", DynamicNTK),
-    "yarn": RopeType("yarn", Yarn, ("beta_fast", "beta_slow")),
-    "llama3": RopeType("llama3", NTKByParts, ("low_freq_factor", "high_freq_factor")),
-    "longrope": RopeType("longrope", LongRope, ("short_factor", "long_factor")),
-    "proportional": RopeType("p_rope", PRope),
+    "default": RopeType("rope", Rotary, {"partial_rotary_factor": "partial_rotary_factor"}),
+    "linear": RopeType("linear", Linear, {}),
+    "dynamic": RopeType("dynamic_ntk", DynamicNTK, {}),
+    "yarn": RopeType("yarn", Yarn, {"beta_fast": "beta_fast", "beta_slow": "beta_slow", ORIGINAL: "original_len"}),
+    "llama3": RopeType(
+        "llama3",
+        NTKByParts,
+        {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor", ORIGINAL: "original_len"},
+    ),
+    "longrope": RopeType("longrope", LongRope, {"short_factor": "short_factor", "long_factor": "long_factor"}),
+    "proportional": RopeType("p_rope", PRope, {"partial_rotary_factor": "proportion", "factor": "factor"}),
 }
 KINDS = {rope_type.cls: kind for kind, rope_type in TYPES.items()}
-# All settings that are understood. Any other is an error, since it might change the rotation. The last is in the first
-# YaRN models, where it does not.
-KNOWN = {name for rope_type in TYPES.values() for name in rope_type.same}
-KNOWN |= {"type", "rope_type", "rope_theta", "factor", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
-KNOWN |= {ORIGINAL, "partial_rotary_factor", "finetuned"}
 
 
 class Layer(NamedTuple):
@@ -64,6 +61,11 @@ class Layer(NamedTuple):
     def kind(self) -> str:
         return FULL if self.window is None else SLIDING
 
+    @property
+    def name(self) -> str:
+        """That of its encoding in a pattern."""
+        return ("global" if self.window is None else "local") + ("" if self.rotates else "_nope")
+
 
 def layers(config: Any) -> list[Layer]:
     """Return the layers of a configuration.
@@ -71,10 +73,8 @@ def layers(config: Any) -> list[Layer]:
     Raises:
         ValueError: it names kinds of layers that its architecture lacks.
     """
-    window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
-
+    has_window = getattr(config, "use_sliding_window", True)
+    window = getattr(config, "sliding_window", None) if has_window else None
     # An architecture without layer_types treats all its layers alike.
     kinds = [Layer(window).kind] * config.num_hidden_layers
     if hasattr(type(config), "layer_types"):
@@ -86,10 +86,8 @@ def layers(config: Any) -> list[Layer]:
     rotates = [1] * len(kinds)
     if config.model_type == "smollm3":
         rotates = config.no_rope_layers[: len(kinds)]
-    layers = []
-    for kind, flag in zip(kinds, rotates, strict=True):
-        layers.append(Layer(window if kind == SLIDING else None, bool(flag)))
-    return layers
+    windows = [window if kind == SLIDING else None for kind in kinds]
+    return [Layer(window, bool(flag)) for window, flag in zip(windows, rotates, strict=True)]
 
 
 def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[str, Any]:
@@ -102,17 +100,18 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     if not layer.rotates:
         return options | named("nope", PositionEncoding)
 
-    settings = _settings(config, arch, layer)
-    name, cls, same = TYPES[settings["rope_type"]]
+    settings = config.rope_parameters[layer.kind] if arch.by_kind else config.rope_parameters
+    # None means the default. Only for truncate does transformers read it as false.
+    settings = {key: value for key, value in settings.items() if value is not None or key == "truncate"}
+    kind = settings["rope_type"]
+    if kind not in TYPES:
+        raise ValueError(f"rope_type={kind!r} is not supported; these are: {', '.join(TYPES)}")
+    name, cls, names = TYPES[kind]
     original = settings.get(ORIGINAL) or getattr(config, ORIGINAL, None) or shape.train_len
     factor = float(settings.get("factor", shape.train_len / original))
-    if issubclass(cls, ScaledRotary) and factor == cls.unscaled:  # it changes nothing
-        name, cls, same = TYPES["default"]
     options["base"] = float(settings["rope_theta"])
-    options |= {key: settings[key] for key in same if settings.get(key)}  # for transformers 0 means the default too
-    if cls is PRope:
-        proportion = float(settings.get("partial_rotary_factor", 1))
-        options |= {"proportion": proportion, "factor": float(settings.get("factor", 1))}
+    # For transformers 0 means the default too.
+    options |= {ours: settings[theirs] for theirs, ours in names.items() if settings.get(theirs)}
     if issubclass(cls, ScaledRotary):
         options |= {"scale": factor, "train_scale": factor, "original_len": original}
     if cls is Yarn and not settings.get("truncate", True):
@@ -121,25 +120,8 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     if cls in (Yarn, LongRope):
         _, options["attention_factor"] = _frequencies(config, arch, layer, length=1)
     options = named(name, cls) | options
-    check(position.build_encodings(options, shape)[0], config, arch, layer)
+    check(build_encodings(options, shape)[0], config, arch, layer)
     return options
-
-
-def _settings(config: Any, arch: Architecture, layer: Layer) -> Settings:
-    """Return the rotary settings for a layer. Raises ValueError: one of them, or their type, is unknown here."""
-    settings = config.rope_parameters[layer.kind] if arch.by_kind else config.rope_parameters
-    # None means the default. Only for truncate does transformers read it as false.
-    settings = {key: value for key, value in settings.items() if value is not None or key == "truncate"}
-    unknown = sorted(settings.keys() - KNOWN)
-    if unknown:
-        raise ValueError(f"rope_parameters: {', '.join(unknown)} is not supported: remove it if it changes nothing")
-    kind = settings["rope_type"]
-    if kind not in TYPES:
-        raise ValueError(f"rope_type={kind!r} is not supported; these are: {', '.join(TYPES)}")
-    share = settings.get("partial_rotary_factor", 1)
-    if share != 1 and kind != "proportional":
-        raise ValueError(f"partial_rotary_factor={share:g} is not supported (only 1 is)")
-    return settings
 
 
 def named(name: str, cls: type) -> dict[str, Any]:
@@ -164,9 +146,8 @@ def _frequencies(config: Any, arch: Architecture, layer: Layer, length: int) -> 
     return getattr(embedding, f"{prefix}inv_freq"), getattr(embedding, f"{prefix}attention_scaling")
 
 
-def check(pe: PositionEncoding, config: Any, arch: Architecture, layer: Layer) -> None:
-    """Raise ValueError unless transformers rotates and sharpens in `layer` as `pe` does, at all lengths."""
-    assert isinstance(pe, Rotary)
+def check(pe: Any, config: Any, arch: Architecture, layer: Layer) -> None:
+    """Raise ValueError unless transformers rotates and sharpens in `layer` as `pe`, a `Rotary`, does at all lengths."""
     original = getattr(pe, "original_len", pe.train_len)
     # Frequencies that change with the length do so beyond the original one.
     for length in (original, original + 1, 4 * original):
@@ -180,18 +161,17 @@ def check(pe: PositionEncoding, config: Any, arch: Architecture, layer: Layer) -
             )
 
 
-def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
+def write(pe: Any, reach: int) -> dict[str, Any]:
     """Return the settings of transformers for `pe` at its active scale.
 
     Args:
-        pe: encoding of a layer, without what `more_than_frequencies` finds.
+        pe: encoding of a layer, `Rotary` with some frequencies.
         reach: tokens that the model was trained to read without a scaling.
 
     Returns:
         `rope_parameters`; `max_position_embeddings`, the length that `pe` reaches at this scale; and for a scaling
         `original_max_position_embeddings`.
     """
-    assert isinstance(pe, Rotary)
     original = getattr(pe, "original_len", reach)
     settings = _rope_parameters(pe)
     kind = settings["rope_type"]
@@ -203,39 +183,20 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
     elif isinstance(pe, ScaledRotary) and pe.active_scale not in (pe.unscaled, pe.scales[0]):
         length = max(reach, math.ceil(original * max(pe.scales)))  # a scaling applied after training extends it
 
-    if kind in ("yarn", "llama3", "longrope"):
-        settings[ORIGINAL] = original
     fields: dict[str, Any] = {"max_position_embeddings": length, "rope_parameters": settings}
     if kind not in ("default", "proportional"):
         fields[ORIGINAL] = original
     return fields
 
 
-def more_than_frequencies(pe: PositionEncoding) -> list[str]:
-    """What keeps `pe` from being RoPE with some frequencies, in the layout of transformers."""
-    # A subclass that overrides `frequencies` alone is still RoPE; any hook of its own, or of another base, which Rotary
-    # calls by `super`, makes it something else.
-    hooks = {"embed", "tables", "state", "rotate", "bias", "attend"}
-    others = [cls for cls in type(pe).__mro__ if cls not in (Rotary, PositionEncoding)]
-    if not isinstance(pe, Rotary) or any(hooks & vars(cls).keys() for cls in others):
-        exported = "pe=learned, and what rotates by frequencies (rope, linear, ntk, yarn and the like)"
-        return [f"the encoding {type(pe).__name__} cannot be exported: transformers has {exported}"]
-    # Options of Rotary that transformers lacks, and the only value of each there.
-    only = {"layout": "half", "resonance": False, "values": False}
-    wrong = [key for key, value in only.items() if getattr(pe, key) != value]
-    return [f"pe.{key}={getattr(pe, key)} cannot be exported: train with pe.{key}={only[key]}" for key in wrong]
-
-
-def _rope_parameters(pe: Any) -> Settings:
+def _rope_parameters(pe: Any) -> dict[str, Any]:
     """Return the settings of transformers that rotate as `pe` does at its active scale, by a name if there is one."""
     cls = type(pe)
-    settings: Settings = {"rope_type": "default", "rope_theta": pe.base}
+    settings: dict[str, Any] = {"rope_type": "default", "rope_theta": pe.base}
     if cls is Rotary or (isinstance(pe, ScaledRotary) and pe.active_scale == pe.unscaled):
         return settings
     if cls in (NTK, ABF):
         return settings | {"rope_theta": float(pe.base_at(pe.active_scale))}
-    if cls is PRope:
-        return settings | {"rope_type": "proportional", "partial_rotary_factor": pe.proportion, "factor": pe.factor}
 
     settings["factor"] = pe.active_scale
     kind = KINDS.get(cls, "longrope")
@@ -246,7 +207,8 @@ def _rope_parameters(pe: Any) -> Settings:
         if pe.ramp != "code" or not float(pe.active_scale * pe.original_len).is_integer():
             kind = "longrope"
     if kind != "longrope":
-        return settings | {key: getattr(pe, key) for key in TYPES[kind].same} | {"rope_type": kind}
+        options = {theirs: getattr(pe, ours) for theirs, ours in TYPES[kind].options.items()}
+        return settings | options | {"rope_type": kind}
 
     # Any other frequencies are said by their divisors, as LongRoPE's: a list for texts up to the original length, and
     # one for longer texts.
@@ -254,6 +216,7 @@ def _rope_parameters(pe: Any) -> Settings:
     original = getattr(pe, "original_len", pe.train_len)
     return settings | {
         "rope_type": "longrope",
+        ORIGINAL: original,
         "short_factor": (plain / pe.frequencies(original)).tolist(),
         "long_factor": (plain / pe.frequencies(original + 1)).tolist(),
         "attention_factor": math.sqrt(pe.logit_scale),

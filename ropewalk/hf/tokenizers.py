@@ -1,37 +1,32 @@
 """Files from which transformers builds the tokenizer of a run."""
 
-import json
 from pathlib import Path
 
 import tokenizers
 
 from data.hf_tokenizer import CHARACTER_OF, HFTokenizer, pre_tokenizer
 from data.tokenizer import Tokenizer
-from ropewalk.files import copy_files, read_json
+from ropewalk.files import copy_files, read_json, write_json
 
 
 def write(encoder: Tokenizer, folder: Path) -> None:
     """Write files from which transformers.AutoTokenizer builds the same tokenizer, with our end token as its own."""
-    if isinstance(encoder, HFTokenizer):
-        _write_copy(encoder, folder)
-    else:
-        _write_bpe(encoder, folder)
-
-
-def _write_copy(encoder: HFTokenizer, folder: Path) -> None:
-    """Copy the files of a published tokenizer, and record its class and end token."""
-    # The export has written the config.json of the new model.
-    copy_files((path for path in encoder.files if path.name != "config.json"), folder)
     config = folder / "tokenizer_config.json"
-    values = read_json(config) if config.is_file() else {}
+    if isinstance(encoder, HFTokenizer):
+        # The export has written the config.json of the new model.
+        copy_files((path for path in encoder.files if path.name != "config.json"), folder)
+        values = read_json(config) if config.is_file() else {}
+    else:
+        _backend(encoder).save(str(folder / "tokenizer.json"))
+        # No token is put at the start. llama.cpp would put one there unless it is told.
+        values = {"clean_up_tokenization_spaces": False, "add_bos_token": False}
     # This class reads tokenizer.json as it is. The others build a tokenizer of their own from its vocabulary.
-    values["tokenizer_class"] = "PreTrainedTokenizerFast"
-    values["eos_token"] = encoder.decode([encoder.eot])
-    config.write_text(json.dumps(values, indent=2))
+    values |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": encoder.decode([encoder.eot])}
+    write_json(config, values)
 
 
-def _write_bpe(encoder: Tokenizer, folder: Path) -> None:
-    """Write a vocabulary of tiktoken's kind as tokenizer.json and tokenizer_config.json."""
+def _backend(encoder: Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizer of the library `tokenizers` with a vocabulary of tiktoken's kind."""
     ranks = encoder.ranks
     names = {token: token.decode("latin-1").translate(CHARACTER_OF) for token in ranks}
 
@@ -55,8 +50,4 @@ def _write_bpe(encoder: Tokenizer, folder: Path) -> None:
     backend.pre_tokenizer = pre_tokenizer(encoder.pattern)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens([end])
-    backend.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
-    # No token is put at the start. llama.cpp would put one there unless it is told.
-    config["add_bos_token"] = False
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+    return backend

@@ -10,8 +10,8 @@ from torch import Tensor
 from model import serialization
 from model.gpt import GPT
 from model.position import PositionEncoding
-from model.position.absolute import Learned
-from model.position.network import Encodings, at_scale, scales_of
+from model.position.network import Encodings, at_scale, max_len_of, scales_of
+from model.position.rotary import Rotary
 from ropewalk.files import read_json, whole_folder, write_json, write_text
 from ropewalk.hf import rope
 from ropewalk.hf.architectures import ARCHITECTURES, Architecture
@@ -74,8 +74,10 @@ def export(
         if tokenizer:
             tokenizer(folder)
         _write_configs(folder, bos_token_id, eos_token_id)
-        values = {"name": name, "pe": description["pe"]["name"], "scale": scale, "train_len": net.train_len}
-        write_text(folder / "README.md", CARD.format(**values))
+        write_text(
+            folder / "README.md",
+            CARD.format(name=name, pe=description["pe"]["name"], scale=scale, train_len=net.train_len),
+        )
         folder.replace(out)  # an error if another process has written it meanwhile
     return name
 
@@ -102,34 +104,18 @@ def _write_configs(folder: Path, bos_token_id: int | None, eos_token_id: int | N
     write_json(folder / "config.json", values)
 
 
-def _kind_of(net: GPT) -> str:
-    """Return the model_type of an architecture that computes what `net` computes.
+def _model(net: GPT, encodings: Encodings, reach: int) -> Any:
+    """Return the model of transformers that computes what `net`, trained to read `reach` tokens, does with `encodings`.
 
-    Raises:
-        ValueError: there is none; names all that the nearest one lacks.
+    Raises ValueError: there is none; names all that the nearest one lacks.
     """
     refused = {kind: arch.refused(net.cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
     # One that lacks the kind of positions is worse than one that lacks other settings.
     badness = {kind: (any(key.startswith("pe=") for key in lacking), len(lacking)) for kind, lacking in refused.items()}
-    nearest = min(refused, key=badness.__getitem__)
-    wanted = " and ".join(refused[nearest])
-    model = f"the nearest model of transformers, {ARCHITECTURES[nearest].name}"
-    lacking = [f"{model}, cannot have {wanted}"] if wanted else []
-    for pe in net.distinct_encodings:
-        if type(pe) is not PositionEncoding and not isinstance(pe, Learned):
-            lacking += rope.more_than_frequencies(pe)
-    if lacking:
-        # Each once, however many layers have it.
-        raise ValueError(f"this cannot be exported: {'; '.join(dict.fromkeys(lacking))}")
-    return nearest
-
-
-def _model(net: GPT, encodings: Encodings, reach: int) -> Any:
-    """Return the model of transformers that computes what `net`, trained to read `reach` tokens, does with `encodings`.
-
-    Raises ValueError: there is none.
-    """
-    kind = _kind_of(net)
+    kind = min(refused, key=badness.__getitem__)
+    if refused[kind]:
+        nearest = f"the nearest model of transformers, {ARCHITECTURES[kind].name}"
+        raise ValueError(f"this cannot be exported: {nearest}, cannot have {' and '.join(refused[kind])}")
     config = _configuration(net, encodings, kind, reach)
     # Without memory of its own: the weights become its parameters.
     with torch.device("meta"):
@@ -141,16 +127,10 @@ def _model(net: GPT, encodings: Encodings, reach: int) -> Any:
 def _configuration(net: GPT, encodings: Encodings, kind: str, reach: int) -> Any:
     """Return the configuration with which transformers computes what `net` computes, or raise ValueError."""
     arch = ARCHITECTURES[kind]
-    layers = [rope.Layer(pe.window, type(pe) is not PositionEncoding) for pe in encodings]
+    layers = [rope.Layer(pe.window, isinstance(pe, Rotary)) for pe in encodings]
     rotating = {pe: layer for pe, layer in zip(encodings, layers, strict=True) if layer.rotates}
     family = library().CONFIG_MAPPING[kind]
-    fields = _sizes(net, arch)
-    if kind == "gpt2":
-        rotating = {}
-        # It takes None for the usual width of its MLP, as we do.
-        fields |= {"n_positions": encodings[0].max_len, "n_inner": net.cfg.hidden_dim}
-    else:
-        fields |= _positions(rotating, arch, reach)
+    fields = _sizes(net, arch) | _positions(rotating, arch, max_len_of(encodings) or reach)
 
     # Settings that only some architectures have. Gemma 3 builds a mask from a window even if no layer has one.
     windows = [layer.window for layer in layers if layer.window is not None]
@@ -163,6 +143,7 @@ def _configuration(net: GPT, encodings: Encodings, kind: str, reach: int) -> Any
         "attention_bias": bool(net.cfg.bias),
         "mlp_bias": net.cfg.bias is True,
         "query_pre_attn_scalar": net.cfg.head_width,
+        "n_inner": net.cfg.hidden_dim,  # None for the usual width, as here
     }
     fields |= {key: value for key, value in settings.items() if hasattr(family, key)}
     # Names of settings change their meaning between architectures and versions. So the layers and rotations that the

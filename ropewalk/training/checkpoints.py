@@ -70,8 +70,11 @@ def save(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, progress: Pro
     Raises:
         OSError: it could not be written.
     """
-    state = {"progress": progress.model_dump(), "model": on_cpu(net.state_dict())}
-    state["optimizer"] = on_cpu(_moments(net, optimizer))
+    state = {
+        "progress": progress.model_dump(),
+        "model": on_cpu(net.state_dict()),
+        "optimizer": on_cpu(_moments(net, optimizer)),
+    }
     on_rank_zero(lambda: _write(path_of(folder, progress.step), state))
     prune(folder, newest=progress.step, keep=keep)
 
@@ -109,8 +112,7 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, only: int |
         ValueError: there are checkpoints, and all are damaged.
     """
     moments = _moments(net, optimizer)
-    tensors: dict[str, Tensor] = {f"model/{name}": p for name, p in net.state_dict().items()}
-    tensors |= {f"optimizer/{name}": tensor for name, tensor in moments.items()}
+    tensors = _all_tensors({"model": net.state_dict(), "optimizer": moments})
     step = _newest(folder, {name: tensor.shape for name, tensor in tensors.items()}, only)
     if step is None:
         return Progress()
@@ -124,12 +126,11 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, only: int |
     return progress
 
 
-def take_over(base: Path, net: GPT, optimizer: torch.optim.Optimizer) -> None:
+def take_over(base: str, net: GPT, optimizer: torch.optim.Optimizer) -> None:
     """Load weights and optimizer state of the newest checkpoint of another run. ValueError if it has none."""
     # The weights too: the moments belong to those of the checkpoint.
-    if not steps_in(base / "checkpoints"):
+    if not resume(Path(base, "checkpoints"), net, optimizer).step:
         raise ValueError(f"init_optimizer=true needs a checkpoint, and {base} has none: leave it out")
-    resume(base / "checkpoints", net, optimizer)
 
 
 @rank_zero_only
@@ -151,12 +152,14 @@ def _newest(folder: Path, shapes: dict[str, torch.Size], only: int | None) -> in
 
 
 def _read(path: Path) -> tuple[Progress, dict[str, Tensor]]:
-    """The progress in a checkpoint, and its tensors: those of the "model/" and those of the "optimizer/"."""
+    """The progress in a checkpoint, and `_all_tensors`."""
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    tensors: dict[str, Tensor] = {}
-    for part in ("model", "optimizer"):
-        tensors |= {f"{part}/{name}": tensor for name, tensor in state[part].items()}
-    return parse(Progress, state["progress"], "progress."), renamed(tensors)
+    return parse(Progress, state["progress"], "progress."), renamed(_all_tensors(state))
+
+
+def _all_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint: those of the "model/" and those of the "optimizer/"."""
+    return {f"{part}/{name}": value for part in ("model", "optimizer") for name, value in state[part].items()}
 
 
 def _check(path: Path, shapes: dict[str, torch.Size]) -> None:
@@ -172,8 +175,9 @@ def _check(path: Path, shapes: dict[str, torch.Size]) -> None:
         raise ValueError(f"{unlike[0]} is {'missing' if unlike[0] in shapes else 'not part of this network'}")
     for name, tensor in tensors.items():
         if tensor.shape != shapes[name] or not (tensor.is_floating_point() and tensor.isfinite().all()):
-            kind = f"{tensor.dtype} {list(tensor.shape)}"
-            raise ValueError(f"{name} ({kind}) must hold finite numbers, {list(shapes[name])} of them")
+            raise ValueError(
+                f"{name} ({tensor.dtype} {list(tensor.shape)}) must hold finite numbers, {list(shapes[name])} of them"
+            )
 
 
 @rank_zero_only

@@ -9,11 +9,9 @@ import ctypes
 import functools
 import logging
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
@@ -24,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from conf.schema import Trainer
 from data.sampler import micro_batch_size
 from model.position.network import Encodings
-from model.reading import Reader
+from model.reading import Reader, Reading
 from ropewalk import plugins
 from ropewalk.training.context_parallel import Shared
 from ropewalk.training.hardware import Hardware
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _PARENT = "ROPEWALK_PARENT"  # process id of rank zero, set for the ranks that it starts
-FAILED = "failed"  # in the store that all ranks share: how many have
 ANOTHER_FAILED = 2  # exit code of a rank that ends because another one failed, which says why
 _on_rank_zero = False  # True inside a function that only rank zero runs
 
@@ -129,8 +126,7 @@ def shared_batches(n: int, batch_size: int, context_parallel: int = 1) -> list[i
 class Launcher(NamedTuple):
     """Who started the processes of this run."""
 
-    name: str  # "" if nobody did, or Fabric: one process
-    on_this_machine: int
+    on_this_machine: int  # 0 if nobody did, or Fabric
     world_size: int
     rank: int  # of this process, also before the ranks have met
 
@@ -139,13 +135,13 @@ def started_by() -> Launcher:
     """Read from the environment who started this process."""
     env = os.environ
     if env.keys() >= {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "WORLD_SIZE"}:
-        return Launcher("torchrun", int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]), int(env["RANK"]))
+        return Launcher(int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]), int(env["RANK"]))
     # SLURM_NTASKS says what a job has reserved. Only srun starts that many processes, and sets the other two.
     in_step = env.keys() >= {"SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"}
     if in_step and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # the second is Fabric's rule
         on_this_machine = int(env.get("SLURM_NTASKS_PER_NODE") or env["SLURM_NTASKS"])
-        return Launcher("Slurm", on_this_machine, int(env["SLURM_NTASKS"]), int(env["SLURM_PROCID"]))
-    return Launcher("", 1, 1, int(env["LOCAL_RANK"]) if _is_child() else 0)  # Fabric sets it
+        return Launcher(on_this_machine, int(env["SLURM_NTASKS"]), int(env["SLURM_PROCID"]))
+    return Launcher(0, 1, int(env["LOCAL_RANK"]) if _is_child() else 0)  # Fabric sets it
 
 
 def _is_child() -> bool:
@@ -155,15 +151,15 @@ def _is_child() -> bool:
 
 def resolve_devices(devices: int | str, *, device: str) -> int:
     """Return the number of processes on each machine: as many as a launcher started; of "auto" one for each GPU."""
-    launcher = started_by()
-    if launcher.name:
-        return launcher.on_this_machine
+    started = started_by().on_this_machine
+    if started:
+        return started
     if devices == "auto":
         return torch.cuda.device_count() if device == "cuda" else 1
     return int(devices)
 
 
-@contextmanager
+@contextlib.contextmanager
 def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     """Start the other processes, unless a launcher has. From then on only rank zero prints.
 
@@ -174,8 +170,8 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
         ValueError: the batch cannot be divided among the ranks, or the ranks among the texts.
     """
     assert isinstance(trainer.devices, int)  # "auto" is resolved by now
-    launcher = started_by()
-    world = trainer.devices * (launcher.world_size // launcher.on_this_machine)
+    # Of a launcher `devices` counts its processes on this machine. Otherwise there is one process so far.
+    world = max(trainer.devices, started_by().world_size)
     for key in ("context_parallel", "replicas"):
         if world % getattr(trainer, key):
             remedy = "set trainer=ddp or trainer=fsdp, and trainer.devices to a multiple of it"
@@ -215,14 +211,13 @@ def reader_of(trainer: Trainer, hardware: Hardware, document_end: int | None, en
     All ranks call it, after `install_kernels`.
     """
     size = trainer.context_parallel
-    if size == 1:
-        in_place = None
-        if hardware.kernels and document_end is not None:
-            in_place = plugins.kernels().reading_of(encodings, document_end)
-        return Reader(document_end, in_place)
-    mesh = init_device_mesh(hardware.device, (world_size() // size, size), mesh_dim_names=("data", "context"))
-    shared = Shared(mesh.get_group("context"), recompute=not trainer.checkpointing)
-    return Reader(document_end, shared, size)
+    reading: Reading | None = None
+    if size > 1:
+        mesh = init_device_mesh(hardware.device, (world_size() // size, size), mesh_dim_names=("data", "context"))
+        reading = Shared(mesh.get_group("context"), recompute=not trainer.checkpointing)
+    elif hardware.kernels and document_end is not None:
+        reading = plugins.kernels().reading_of(encodings, document_end)
+    return Reader(document_end, reading, size)
 
 
 def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
@@ -239,21 +234,20 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
     launcher = logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script")
     launcher.setLevel(logging.INFO)
     launcher.disabled = False
-    devices = int(trainer.devices)
     try:
         fabric = Fabric(
             accelerator=hardware.device,
             strategy=_strategy(trainer, hardware, world),
-            devices=devices,
-            num_nodes=world // devices,
+            devices=trainer.devices,
+            num_nodes=world // int(trainer.devices),
             precision=hardware.precision,  # type: ignore[arg-type]
             # Else Fabric would take variables of Slurm for ranks, also where srun has started none.
-            plugins=[] if started_by().name else [LightningEnvironment()],
+            plugins=[] if started_by().on_this_machine else [LightningEnvironment()],
         )
         fabric.launch()
     # Lightning's: about GPUs that are not there, variables of Slurm, or a notebook, which is one process.
     except (RuntimeError, MisconfigurationException) as error:
-        raise ValueError(f"trainer.devices={devices}: {error}") from None
+        raise ValueError(f"trainer.devices={trainer.devices}: {error}") from None
     return fabric
 
 
@@ -266,9 +260,12 @@ def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | s
     # gloo carries what is gathered and broadcast on the CPU, NCCL the gradients.
     backend = "cpu:gloo,cuda:nccl" if hardware.device == "cuda" else "gloo"
     if trainer.strategy == "fsdp":
-        parallelize = functools.partial(shard, hardware=hardware)
-        shards = world // trainer.replicas
-        return ModelParallelStrategy(parallelize, trainer.replicas, shards, process_group_backend=backend)
+        return ModelParallelStrategy(
+            functools.partial(shard, hardware=hardware),
+            data_parallel_size=trainer.replicas,
+            tensor_parallel_size=world // trainer.replicas,
+            process_group_backend=backend,
+        )
     # The gradients lie in the buckets that are sent, without a copy of them.
     return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True) if world > 1 else "auto"
 
@@ -276,11 +273,12 @@ def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | s
 def _fail(error: Exception) -> NoReturn:
     """Raise `error`, or SystemExit if another rank has already said what went wrong."""
     is_first = False
-    with contextlib.suppress(RuntimeError):  # rank zero keeps the store, and may be gone
-        is_first = dist.distributed_c10d._get_default_store().add(FAILED, 1) == 1
+    # The store that all ranks share counts those that have failed. Rank zero keeps it, and may be gone.
+    with contextlib.suppress(RuntimeError):
+        is_first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
     if not is_first:
         raise SystemExit(ANOTHER_FAILED) from None
-    if isinstance(error, RuntimeError) and re.search("onnection|remote process", str(error)):
+    if isinstance(error, RuntimeError) and ("onnection" in str(error) or "remote process" in str(error)):
         raise ConnectionError("another process of this run has ended: its own message, if any, says why") from error
     raise error
 
@@ -288,7 +286,6 @@ def _fail(error: Exception) -> NoReturn:
 def die_with_parent(parent: int) -> None:
     """Make this process end whenever the process `parent`, which started it, ends; at once if it has ended."""
     with contextlib.suppress(OSError, AttributeError):  # Linux only
-        pr_set_pdeathsig = 1
-        ctypes.CDLL("libc.so.6").prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

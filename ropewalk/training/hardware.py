@@ -38,8 +38,18 @@ class Hardware:
         Raises:
             ValueError: the accelerator is not available, or the kernels that `kernels=True` asks for.
         """
-        device = _device_of(accelerator)
-        precision = _precision_of(precision, device)
+        is_here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+        available = [name for name, here in is_here.items() if here]  # the fastest first
+        device = available[0] if accelerator == "auto" else accelerator
+        if device not in available:
+            raise ValueError(f"accelerator {accelerator} is not available here; choose auto or: {', '.join(available)}")
+        if precision == "auto":
+            # Elsewhere bf16 is emulated, and slower than fp32.
+            if device == "cuda":
+                has_bf16_units = torch.cuda.is_bf16_supported(including_emulation=False)
+            else:
+                has_bf16_units = device == "cpu" and torch.cpu._is_amx_tile_supported()
+            precision = "bf16-mixed" if has_bf16_units else "32-true"
         if compile == "auto":
             compile = device == "cuda"
         can_use_kernels = (
@@ -57,28 +67,6 @@ class Hardware:
     def autocast(self) -> torch.autocast:
         """A context manager in which the network computes as in training."""
         return torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bf16-mixed")
-
-
-def _device_of(accelerator: str) -> str:
-    """The device that `accelerator` names; of "auto" the fastest here. ValueError if it is not available."""
-    is_here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    available = [name for name, here in is_here.items() if here]
-    device = available[0] if accelerator == "auto" else accelerator
-    if device not in available:
-        raise ValueError(f"accelerator {accelerator} is not available here; choose auto or: {', '.join(available)}")
-    return device
-
-
-def _precision_of(precision: str, device: str) -> str:
-    """The name of a precision; of "auto" bf16-mixed where matrix units compute bf16."""
-    if precision == "auto":
-        # Elsewhere bf16 is emulated, and slower than fp32.
-        if device == "cuda":
-            has_bf16_units = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            has_bf16_units = device == "cpu" and torch.cpu._is_amx_tile_supported()
-        return "bf16-mixed" if has_bf16_units else "32-true"
-    return precision
 
 
 def tune(device: str, *, deterministic: bool = False) -> None:

@@ -1,6 +1,7 @@
 """AdamW, its schedule, gradient clipping, and the check for gradients that are not finite."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +20,18 @@ def make_optimizer(net: GPT, optim: Optim) -> torch.optim.AdamW:
     `decayed`.
     """
     # Decay pulls an encoding towards the one with zero parameters: a comparison would favour those without any.
-    decays_in_encoding = {}
-    for pe in net.distinct_encodings:
-        for name, p in pe.named_parameters():
-            decays_in_encoding[p] = name in pe.decayed
+    of_encodings = {p for pe in net.distinct_encodings for p in pe.parameters()}
+    exempt = {p for pe in net.distinct_encodings for name, p in pe.named_parameters() if name not in pe.decayed}
 
     # Sharded and whole tensors are in separate groups, because PyTorch cannot update them together.
-    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for p in net.parameters():
-        decays = p.ndim >= 2 and decays_in_encoding.get(p, True)
-        lr_scale = optim.pe_lr_scale if p in decays_in_encoding else 1.0
-        key = (optim.weight_decay if decays else 0.0, lr_scale, isinstance(p, DTensor))
-        groups.setdefault(key, []).append(p)
-    parameters = []
-    for (decay, lr_scale, _), group in groups.items():
-        parameters.append({"params": group, "weight_decay": decay, "lr_scale": lr_scale})
-    return torch.optim.AdamW(parameters, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
+        decays = p.ndim >= 2 and p not in exempt
+        decay = optim.weight_decay if decays else 0.0
+        lr_scale = optim.pe_lr_scale if p in of_encodings else 1.0
+        new_group = {"params": [], "weight_decay": decay, "lr_scale": lr_scale}
+        groups.setdefault((decay, lr_scale, isinstance(p, DTensor)), new_group)["params"].append(p)
+    return torch.optim.AdamW(list(groups.values()), lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
 
 
 def learning_rate(step: int, optim: Optim, max_steps: int) -> float:
@@ -70,10 +67,7 @@ def clip_gradients(net: nn.Module, scale: Tensor, max_norm: float | None) -> Ten
         if p.grad is not None:
             kinds.setdefault(isinstance(p, DTensor), []).append(p.grad)
     norms = [full_tensor(torch.nn.utils.get_total_norm(kinds[sharded])) for sharded in sorted(kinds)]
-    norm = norms[0]
-    if len(norms) > 1:
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-    norm = norm * scale
+    norm = torch.linalg.vector_norm(torch.stack(norms)) * scale
     # One multiplication does both, in one pass over the gradients.
     limit = math.inf if max_norm is None else max_norm
     factor = scale * (limit / (norm + 1e-6)).clamp(max=1.0)

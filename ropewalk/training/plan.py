@@ -9,9 +9,8 @@ from typing import Literal
 import torch
 
 from conf.schema import Config
-from model import position
 from model.gpt import GPT
-from model.position.base import Shape
+from model.position import Shape, build_encodings
 from model.position.network import Encodings, with_parameters_of, with_window
 from model.reading import Positions
 
@@ -28,7 +27,7 @@ class Plan:
         self.cfg = cfg
         self.stages: list[Encodings] = []
         for stage in cfg.stages:
-            encodings = position.build_encodings(stage.pe, Shape.of(cfg.model, stage.train_len))
+            encodings = build_encodings(stage.pe, Shape.of(cfg.model, stage.train_len))
             self.stages.append(with_parameters_of(encodings, net.encodings))
         self.stages.append(net.encodings)  # after the stages
         short = cfg.trainer.short_window
@@ -42,8 +41,9 @@ class Plan:
     def at(self, step: int) -> Encodings:
         """The encodings of optimizer step `step`, counted from 1."""
         stage = self.cfg.stage_of(step - 1)
-        window = draw_window(self.cfg.trainer.short_window, seed=self.cfg.seed, step=step)
-        return self.stages[stage] if window is None else self.with_short_windows[stage]
+        if self.with_short_windows and draw_short_window(self.cfg.seed, step):
+            return self.with_short_windows[stage]
+        return self.stages[stage]
 
 
 def draw_positions(
@@ -71,17 +71,13 @@ def draw_positions(
     else:
         pos = torch.arange(length)
         first_chunk = int(torch.randint(1, (length + 1) // 2 + 1, ()))
-        skipped = torch.randint(max_position - length + 1, ())
-        pos[first_chunk:] += skipped
+        pos[first_chunk:] += torch.randint(max_position - length + 1, ())  # what is skipped
     return pos.to(device), max_position
 
 
-def draw_window(short: int | None, *, seed: int, step: int) -> int | None:
-    """Draw the longest window of optimizer step `step`: `short` in every second step on average; None: no limit.
+def draw_short_window(seed: int, step: int) -> bool:
+    """Draw whether optimizer step `step` has short windows, as every second one on average (SWAX, arXiv 2509.24552).
 
-    After SWAX (arXiv 2509.24552). A function of the run's seed and the step alone, so that all ranks agree and a
-    resumed run repeats it.
+    A function of the run's seed and the step alone, so that all ranks agree and a resumed run repeats it.
     """
-    if short is None or random.Random(f"{seed} {step}").random() < 0.5:
-        return None
-    return short
+    return random.Random(f"{seed} {step}").random() >= 0.5

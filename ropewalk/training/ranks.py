@@ -37,11 +37,17 @@ class Ranks:
     def __init__(self, fabric: "Fabric", net: GPT, cfg: Config, hardware: Hardware) -> None:
         self.fabric = fabric
         self.net = net
-        self.size = fabric.world_size
-        self.number = fabric.global_rank
         self.sharded = cfg.trainer.strategy == "fsdp"
         if hardware.compile:
-            compile_parts(net, loss=not self.sharded, stages=len(cfg.stages) + 1)
+            from torch._dynamo import config  # takes a second to import
+
+            # Layers of one kind share a graph, whatever their number; each length and stage has one of its own. Beyond
+            # its limit the compiler runs further graphs eagerly, without a word.
+            config.recompile_limit = max(config.recompile_limit, 8 * (len(cfg.stages) + 1))
+            for block in net.blocks:
+                block.compile(dynamic=False)
+            if not self.sharded:
+                net.loss = torch.compile(net.loss, dynamic=False)  # type: ignore[method-assign]
         if not self.sharded:  # else each rank makes its part: see `shard`
             net.materialise("cpu")
         self.model = fabric.setup_module(net)  # wrapped by the strategy
@@ -50,7 +56,7 @@ class Ranks:
         """Seed what a micro-batch draws, numbered over the steps of one rank: dropout and random positions."""
         # By the run's seed and the micro-batch, mixed by odd constants: a resumed run repeats them without saved random
         # state. Micro-batches are numbered over all ranks, as in `micro_batches`, so that their number does not matter.
-        number = micro_batch * self.size + self.number
+        number = micro_batch * self.fabric.world_size + self.fabric.global_rank
         torch.manual_seed((seed * 0x9E3779B1 + number * 0x85EBCA77) % 2**63)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager:
@@ -66,23 +72,8 @@ class Ranks:
             for p in self.net.parameters():
                 if p.grad is not None and not isinstance(p, DTensor):
                     dist.all_reduce(p.grad)
-                    p.grad /= self.size
+                    p.grad /= self.fabric.world_size
         return self.fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[return-value]
-
-
-def compile_parts(net: GPT, *, loss: bool, stages: int = 1) -> None:
-    """Compile the blocks of `net`, and its loss apart: layers of one kind share a graph, whatever their number.
-
-    Each length and stage has a graph of its own. Wrap evaluations, which need none, in `evaluating`.
-    """
-    from torch._dynamo import config  # takes a second to import
-
-    # Beyond its limit the compiler runs further graphs eagerly, without a word.
-    config.recompile_limit = max(config.recompile_limit, 8 * stages)
-    for block in net.blocks:
-        block.compile(dynamic=False)
-    if loss:
-        net.loss = torch.compile(net.loss, dynamic=False)  # type: ignore[method-assign]
 
 
 def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
@@ -96,15 +87,13 @@ def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
     fp32.
     """
     policy = MixedPrecisionPolicy()
-    if hardware.precision == "bf16-mixed":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
     # The parameters of position encodings are small and need fp32: they stay whole on every rank, and FSDP leaves them
     # and their gradients alone. So do norms and sinks where autocast alone would keep them in fp32.
     whole = {p for pe in net.distinct_encodings for p in pe.parameters()}
     if hardware.precision == "bf16-mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
         whole.update(p for p in net.parameters() if p.ndim < 2)
-    if mesh.size(0) == 1:
+    if mesh.size(0) == 1:  # one copy: nothing is reduced over copies
         mesh = mesh[SHARDS]
     for module in (*net.blocks, net):
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)

@@ -13,10 +13,8 @@ from ropewalk.training.checkpoints import Progress
 from ropewalk.training.distributed import rank_zero_only, world_size
 from ropewalk.training.hardware import Hardware
 
-Row = dict[str, Any]
 
-
-def training_row(progress: Progress, cfg: Config) -> Row:
+def training_row(progress: Progress, cfg: Config) -> dict[str, Any]:
     """What the steps since the last row were like: their mean loss and speed."""
     tokens = cfg.step_tokens
     speed = (progress.step - progress.logged_step) * tokens / (progress.seconds - progress.logged_seconds)
@@ -29,18 +27,14 @@ def training_row(progress: Progress, cfg: Config) -> Row:
     }
 
 
-def validation_row(validation: Row) -> Row:
-    """What `loop.validate` has measured, for a row."""
-    measured = {name: validation[name] for name in ("loss", "bits_per_byte", "error")}
-    return {f"val/{name}": value for name, value in measured.items() if value is not None}
+def validation_row(validation: dict[str, Any], net: GPT) -> dict[str, Any]:
+    """What `loop.validate` has measured; and metrics of the encodings, of the texts that this rank has read for it."""
+    measured = {f"val/{name}": validation[name] for name in ("loss", "bits_per_byte", "error")}
+    measured |= {f"position/{name}": float(value) for name, value in metrics_of(net.encodings).items()}
+    return {name: value for name, value in measured.items() if value is not None}
 
 
-def position_row(net: GPT) -> Row:
-    """What the metrics of the encodings add to a row: of the validation texts that this rank has read."""
-    return {f"position/{name}": float(value) for name, value in metrics_of(net.encodings).items()}
-
-
-def record(progress: Progress, cfg: Config, hardware: Hardware, validation: Row) -> dict[str, Any]:
+def record(progress: Progress, cfg: Config, hardware: Hardware, validation: dict[str, Any]) -> dict[str, Any]:
     """What training.json says about a complete training."""
     tokens = progress.step * cfg.step_tokens
     return {
@@ -80,7 +74,8 @@ def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, size: Mappin
     """
     t = cfg.trainer
     print(f"run {cfg.name}: {t.max_steps} steps of {t.batch_size} x {cfg.train_len} tokens, processes: {world_size()}")
-    print(*data.describe(cfg.train_len), sep="\n")
+    for line in data.describe(cfg.train_len):
+        print(line)
     counts = "{total:,} parameters ({embedding:,} embedding, {position:,} position)".format_map(size["parameters"])
     print(f"model: {counts}, {size['flops_per_token'] / 1e6:.1f} MFLOP a token")
     print(f"position encoding: {cfg.pe['name']}", *cfg.pe.get("pattern", []))

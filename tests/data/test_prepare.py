@@ -161,10 +161,8 @@ def test_preparing_that_was_killed_is_done_again_once_by_two_processes(corpus, s
     assert list(cache.glob("*.partial/val.bin"))
     assert exit_codes(2) == [0, 0]
 
-    folders = [path.name for path in cache.iterdir() if path.is_dir()]
-
     assert prepared(corpus, cache).identity() == source.identity()
-    assert folders == [source.prepared["val"].folder.name]
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [source.prepared["val"].folder.name]
 
 
 def test_each_split_needs_a_document(tmp_path):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from data import base as data
-from data.text import matching_files, read_files
+from data.text import matching_files, read_files, stdlib_files
+from ropewalk import plugins
 
 
 def pieces_of(folder, content, document_bytes):
@@ -173,6 +174,14 @@ def test_local_files_of_either_type_of_text_give_their_rows_and_are_prepared_onc
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
 
 
+def test_code_is_the_source_of_the_standard_library_without_its_tests():
+    names = {name for name, _ in stdlib_files()}
+
+    assert {"argparse.py", "json/decoder.py"} <= names
+    assert all(name.endswith(".py") for name in names)
+    assert not {"test", "encodings"} & {name.partition("/")[0] for name in names}
+
+
 NO_TEXT = r"no column of text in parquet: it has text \(string\), number \(int64\)"
 
 
@@ -206,7 +215,7 @@ def test_a_bad_option_is_an_error_before_anything_is_written(rows, kind, options
 def test_every_option_stands_in_its_yaml_with_its_default(path):
     """A configuration file documents its class: no option is missing, none invented, none has another default."""
     values = data_options(path.stem)
-    cls = data.resolve(values.pop("_target_"))
+    cls = plugins.resolve(values.pop("_target_"), data.Data, "data", "data")
     defaults = {}
     for parameter in inspect.signature(cls).parameters.values():
         default = "???" if parameter.default is parameter.empty else parameter.default

@@ -125,6 +125,10 @@ def test_each_reading_is_rope_with_its_published_relative_positions(name):
     assert_is_defined_by(scores, pe, tol=1e-5)
 
 
+def test_leaky_rerope_is_read_at_the_scale_that_is_asked_for():
+    assert build_pe("leaky_rerope", scale=8.0).scales == (1.0, 8.0)
+
+
 @pytest.mark.parametrize("name", READINGS)
 @torch.no_grad()
 def test_readings_train_as_rope_and_leave_short_texts_alone(name):

@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import train_here
 
-from lab.board import trials
+from lab.board import trials, tries
 from scripts import judge as program
 
 
@@ -33,7 +33,7 @@ def test_a_try_ends_with_one_line_and_a_file_and_repeated_it_is_the_same_try(jud
 
     assert verdict["sentence"] == line
     assert sorted(verdict["runs"]) == runs_in(train.runs)
-    assert said.code == program.CODES[verdict["verdict"]]
+    assert said.code == tries.CODES[verdict["verdict"]]
 
     # As an entry of the board it is the same try, too.
     entry = tmp_path / "2026-01-01-alibi"

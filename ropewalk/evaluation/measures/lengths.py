@@ -41,7 +41,7 @@ def lengths(data: Data, cfg: Config) -> Plan:
 
 def _score(data: Data, part: EvalSet, optimum: Callable[[int], np.ndarray | None], score: Scorer) -> list[Measured]:
     sums = score(part)
-    what = {"task": data.task, "difficulty": part.name} if data.task else {}
+    what: dict[str, Any] = {"task": data.task, "difficulty": part.name} if data.task else {}
     return [sums.measured(part.length, optimum=optimum(len(sums.nats)), texts=part, **what)]
 
 

@@ -30,9 +30,8 @@ def test_every_difficulty_and_length_has_an_eval_set_with_the_labels_that_its_sy
     n = 300
     lengths = [LENGTH, 2 * LENGTH]
     parts = task.eval_sets(lengths, target_tokens=1, sequences=n)
-    kinds = [(part.name, part.length) for part in parts]
 
-    assert kinds == list(itertools.product(task.difficulties, lengths))
+    assert [(part.name, part.length) for part in parts] == list(itertools.product(task.difficulties, lengths))
 
     parts.append(task.validation(LENGTH, n * LENGTH))
     for part in parts:

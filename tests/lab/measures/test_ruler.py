@@ -92,6 +92,7 @@ def words(tmp_path_factory):
     questions = [bytes(question(task, list_bytes, 3000, (0, 0))[0]).decode() for task in TASKS]
     hf_tokenizer.train(questions, 1000, path)
     source = TextFiles(files="none", tokenizer=str(path))
+    source.prepared = {"val": SimpleNamespace(bytes=1, token_bytes=1)}
     essay = torch.tensor([source.encode("A sailor waits for rain.\nWho mends the coat?\n" * 40)])
     source.validation = lambda length, tokens: EvalSet("text", length, 1, lambda first, last: (essay, essay))
     return source

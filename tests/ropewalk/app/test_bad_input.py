@@ -8,7 +8,7 @@ import yaml
 from conftest import ROOT, snapshot
 
 import train as program
-from ropewalk.app.explain import CONF_DIR, described
+from ropewalk.app.cli import CONF_DIR, described
 from ropewalk.app.init_from import train_values
 
 UNSAID = {"_target_", "defaults", "experiment"}
@@ -26,11 +26,11 @@ CASES = [
     ("--batch_size 32", "'batch_size' is not KEY=VALUE"),
     ("seed=0,1", "--multirun"),
     ("-m seed=0,1 --cfg=job", "'seed=0,1'"),
-    ("wandb=true", "logger.wandb"),
+    ("wandb=true", "logger=wandb"),
     ("logger.project=x", "logger=wandb"),
     ("data=code data.files=x", "data=text"),
     ("pe=rope pe.scale=4", "pe=dynamic_ntk"),
-    ("-m pe=yarn,ntk pe.scale=4", "++pe.scale"),
+    ("-m pe=yarn,rope hydra/launcher=submitit_slurm", "docs/scaling.md"),
     ("model.dim=128 model.n_head=3", "model.n_head=2"),
     # huge and infinite numbers
     ("eval.lengths=[1e30]", "eval.lengths"),
@@ -45,7 +45,7 @@ CASES = [
     # patterns and variants
     ("pe=hybrid pe.local.base=5", "++pe.local.base"),
     ("pe=hybrid pe.pattern=[local,globl]", "local, global"),
-    ("pe=hybrid pe.local.scale=4", "pe.local.pe=dynamic_ntk"),
+    ("pe=hybrid pe.local.scale=4", "pe=dynamic_ntk"),
     ("pe=hybrid +pe.local.bse=5", "base"),
     ("pe=hybrid pe.local.window=wide", "pe.local.window='wide'"),
     ("eval.variants=[alibi]", "alibi"),
@@ -130,7 +130,7 @@ def test_a_mistake_harms_no_run(train):
     train("pe=rope", "trainer.max_steps=1", "eval.variants=[]")
     before = snapshot(train.runs)
     for mistake in ("pe.bse=1", "eval.lengths=[1000]", "data.files=/nowhere/*"):
-        train("pe=rope", "overwrite=true", mistake, code=2)
+        train("pe=rope", mistake, code=2)
     assert snapshot(train.runs) == before
 
 

@@ -7,14 +7,12 @@ import shutil
 import subprocess
 
 import pytest
-import synthetic
 from conftest import edit
 
 from ropewalk.app import run_dir
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import resolve
 from ropewalk.app.run_dir import RunDir, find, lock, read_config, read_metrics
-from ropewalk.files import write_json
 from ropewalk.training import provenance
 
 DATA = {"tokenizer": "bytes"}
@@ -34,31 +32,12 @@ def run(make):
     return run
 
 
-def test_overwriting_belongs_to_the_first_start_only(make, run):
-    """Else a job that is requeued with overwrite=true never ends."""
-    first = make("overwrite=true")
-
-    assert not first.begun  # what is there is to be replaced
-
-    first.create(DATA)
-    assert first.run_id != run.run_id
-
-    again = make("overwrite=true")
-    assert again.begun  # interrupted: the same command goes on
-    assert again.run_id == first.run_id
-    assert not make("overwrite=true", "seed=1").begun
-
-    write_json(again.path / "training.json", synthetic.TRAINING | {"steps": 700})
-    assert not make("overwrite=true").begun  # complete: afresh
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_what_a_kill_left_behind_is_removed(make, run, overwrite):
-    runs = run.path.parent
+def test_what_a_kill_left_behind_is_removed(make, tmp_path):
+    runs = tmp_path / "runs"
     (runs / ".it.partial" / "checkpoints").mkdir(parents=True)
-    (runs / ".it.old" / "evals").mkdir(parents=True)
-    make(f"overwrite={overwrite}").create(DATA)
+    make().create(DATA)
     assert os.listdir(runs) == ["it"]
+    assert not (runs / "it" / "checkpoints").exists()
 
 
 def test_one_lock_for_all_that_write_into_a_run(make, run, tmp_path, monkeypatch):
@@ -67,7 +46,7 @@ def test_one_lock_for_all_that_write_into_a_run(make, run, tmp_path, monkeypatch
     link = tmp_path / "link"
     link.symlink_to(run.path)
     with run.lock():
-        for other in (make().lock(), make("overwrite=true").lock(), lock(link)):
+        for other in (make().lock(), lock(link)):
             with pytest.raises(ValueError, match="another process works on"):
                 other.__enter__()
 
@@ -85,7 +64,7 @@ def test_links_within_a_run_are_not_followed(make, run, tmp_path, name):
     place.parent.mkdir(exist_ok=True)
     place.touch()
     place.symlink_to(place.rename(tmp_path / "moved"))
-    for use in (lambda: find(run.path), make().check, make("overwrite=true").check):
+    for use in (lambda: find(run.path), make().check):
         with pytest.raises(ValueError, match="is a link"):
             use()
 
@@ -103,7 +82,7 @@ def test_a_pipe_is_refused(make, run, name):
 def test_what_is_no_run_is_left_alone(make, run):
     (run.path / "config.yaml").rename(run.path / "thesis.txt")
     with pytest.raises(ValueError, match="exists and is not a run"):
-        make("overwrite=true").check()
+        make().check()
 
 
 @pytest.mark.parametrize(
@@ -141,6 +120,7 @@ def test_a_run_of_an_older_version_is_resumed(make, run):
     edit(config, "model", key_offset=..., parallel=False, gate="none")
     edit(config, "logger", kind="wandb")
     edit(config, "data", lengths=None)
+    edit(config, overwrite=False)
     make().check()
     assert read_config(run.path) == run.cfg.model_dump()
 

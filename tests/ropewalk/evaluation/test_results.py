@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from synthetic import PROVENANCE
 
-from ropewalk.evaluation.results import Evaluation, Measured, Variant, objective
+from ropewalk.evaluation.results import Evaluation, Measured, Variant
 from ropewalk.evaluation.statistics import estimate
 
 BITS = math.log(2)
@@ -171,15 +171,3 @@ def test_texts_of_one_document_are_one():
     """They are no independent draws: their sums are added."""
     sample = row_of(text(256, 2.0, documents=["a", 7, "b", 7] * 5))["sample"]
     assert sample.units.tolist() == [50, 100, 50]
-
-
-def test_objective_is_the_longest_length_of_the_final_weights():
-    """As the run's own encoding reads them, at its best scale; infinite if it diverged there."""
-    evaluations = [
-        evaluation(step=5, bits=(1, 1, 1, 1)),
-        evaluation(bits=(2, 2, 2, 2.5)),
-        evaluation(bits=(2, 2, 2, 2.25), scale=4.0, zero_shot=True),
-        evaluation(bits=(1, 1, 1, 1), scale=8.0, pe={"name": "yarn"}, zero_shot=True),
-    ]
-    assert objective(evaluations) == pytest.approx(2.25, abs=0.05)
-    assert objective([evaluation(bits=(2, 2, 2, math.nan))]) == math.inf

@@ -74,15 +74,14 @@ def test_every_rope_type_is_read_and_written(kind, variant, style, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("yarn", {"attention_factor": 1.5, "factor": 1.0}, "does not rotate and sharpen as Rotary does"),
+        ("yarn", {"attention_factor": 1.5, "factor": 1.0}, "does not rotate and sharpen as Yarn does"),
         ("yarn", {"beta_fast": 32.0, "beta_slow": 30.0}, "does not rotate and sharpen as Yarn does"),
         ("yarn", {"rope_type": "su"}, r"rope_type='su' is not supported; these are: default, linear"),
         ("yarn", {"factor": 0.5}, r"pe\.scale=0\.5 must be below 2\^31 and at least 1"),
         ("longrope", {"long_factor": ...}, "Missing required keys .*long_factor"),
         ("dynamic", {ORIGINAL: 16}, "does not rotate and sharpen as DynamicNTK does"),
-        ("default", {"rope_interleaved": True}, "rope_interleaved is not supported"),
-        ("default", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 is not supported \(only 1 is\)"),
-        ("linear", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 is not supported \(only 1 is\)"),
+        ("default", {"partial_rotary_factor": 0.5}, "does not rotate and sharpen as Rotary does"),
+        ("linear", {"partial_rotary_factor": 0.5}, "does not rotate and sharpen as Linear does"),
     ],
 )
 def test_settings_without_a_counterpart_are_refused_by_name(kind, changes, message, tmp_path):

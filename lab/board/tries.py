@@ -1,0 +1,100 @@
+"""Tries: what `scripts/judge.py` does, from the command line to the file of a verdict."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from pydantic import Field
+
+from conf.schema import Config, ConfigError, Section
+from data.base import build_data
+from lab.board import board, judge, trials
+from ropewalk.app.cli import encoding, quoted
+from ropewalk.app.run_dir import RunDir, lock
+from ropewalk.files import read_json, write_json
+
+CODES = {"better": 0, "not separated": 3, "worse": 4}  # exit codes
+
+
+class Arguments(Section, extra="ignore"):  # the other keys are those of train.py: see `configurations`
+    entry: str | None
+    against: str | dict[str, Any]
+    seeds: int = Field(ge=2, le=1000)
+    runs_dir: str
+
+
+def judged(args: Arguments) -> int:
+    """Train what is missing of both sides, write and print the verdict; return the exit code."""
+    mine, against = configurations(args)
+
+    seeds = [mine.seed + i for i in range(args.seeds)]
+    sides = [[trials.run_of(cfg, seed=seed) for seed in seeds] for cfg in (mine, against)]
+    path, number = begin(Path(args.runs_dir), *sides)
+
+    losses = trials.measured(sides)
+    samples = map(judge.read, losses)
+    findings = judge.judge(*samples, train_len=mine.train_len, longest=max(mine.lengths), number=number)
+    deciding, *_ = findings
+
+    unit = losses[0][0][mine.train_len]["unit"]
+    verdict = {
+        "sentence": f"{mine.pe['name']} against {against.pe['name']}: {judge.sentence(findings)}; {unit}; "
+        f"{args.seeds} seeds; try {number} of {args.runs_dir}: intervals for {number}",
+        "verdict": findings[deciding].word,
+        "decided_by": deciding,
+        "unit": unit,
+        "measures": {name: finding._asdict() for name, finding in findings.items()},
+        "try": number,
+        "encoding": mine.pe,
+        "against": against.pe,
+        "seeds": seeds,
+        "runs": [str(RunDir(run).path) for side in sides for run in side],
+    }
+    write_json(path, verdict)
+    print(verdict["sentence"])
+    return CODES[findings[deciding].word]
+
+
+def configurations(args: Arguments) -> tuple[Config, Config]:
+    """Return the configurations of both sides: those that train.py would make of the command line.
+
+    Raises ConfigError: one is mistaken, both are the same, or the data are a task.
+    """
+    overrides = {override.lstrip("+~").partition("=")[0]: override for override in HydraConfig.get().overrides.task}
+    asked = {key: override for key, override in overrides.items() if key not in Arguments.model_fields}
+    if not asked.keys() & {"data", "experiment", "init_from"}:
+        asked["data"] = "data=markov"
+    asked["runs_dir"] = f"runs_dir={quoted(args.runs_dir)}"
+
+    chosen = {"pe": board.load(Path(args.entry)).pe} if args.entry else {}
+    mine = trials.configuration(*asked.values(), **chosen)
+    # The options on the command line are those of `pe`; `against` has its own.
+    against = trials.configuration(*asked.values(), pe=encoding(args.against, "against"))
+
+    if mine.pe == against.pe:
+        raise ConfigError(f"pe={mine.pe['name']} and against are the same: choose the encoding to judge with pe=NAME")
+    task = build_data(mine.data).task
+    if task:
+        raise ConfigError(
+            f"data={task} is a task, which some seeds learn and others do not: judge on text or data=markov, and "
+            "compare tasks with scripts/report.py"
+        )
+    if mine.train_len not in mine.lengths:
+        raise ConfigError(f"eval.lengths={mine.eval.lengths} lacks the training length: add 1")
+    return mine, against
+
+
+def begin(folder: Path, mine: Sequence[Config], against: Sequence[Config]) -> tuple[Path, int]:
+    """Return the file of a verdict and the number of this try in the folder, which is counted once it has begun.
+
+    A try that is repeated keeps its number. Another encoding, option, source, seed or evaluation is another try.
+    """
+    settings = [[run.name, run.eval.model_dump()] for run in [*mine, *against]]
+    path = folder / "verdicts" / f"{mine[0].pe['name']}-{trials.digest(settings)}.json"
+    # Two tries at once must not get one number.
+    with lock(path.parent):
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            write_json(path, {"try": len([*path.parent.glob("*.json")]) + 1, "encoding": mine[0].pe})
+    return path, int(read_json(path)["try"])
