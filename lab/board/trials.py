@@ -68,13 +68,15 @@ def losses(run: Config) -> Losses:
     A scaled encoding reads the training length as it was trained, and longer texts at its largest scale. A length that
     the encoding is not defined for is left out.
     """
-    final = [e for e in load_all(RunDir(run).path) if (e.step, e.variant.pe) == (run.trainer.max_steps, run.pe)]
-    rows = {}
+    final = [
+        e
+        for e in load_all(RunDir(run).path)
+        if (e.kind, e.step, e.variant.pe) == ("lengths", run.trainer.max_steps, run.pe)
+        and length_settings(run).items() <= e.eval.items()
+    ]
+    rows: Losses = {}
     # Of several rows of a length the last one stays: that at the largest scale.
     for e in sorted(final, key=lambda e: e.variant.scale):
-        if e.kind == "lengths" and length_settings(run).items() <= e.eval.items():
-            for m in e.measured:
-                is_short = m.length == run.train_len and not e.variant.zero_shot
-                if is_short or m.length == max(run.lengths):
-                    rows[m.length], *_ = e.rows_of(m)
+        lengths = [max(run.lengths)] if e.variant.zero_shot else [run.train_len, max(run.lengths)]
+        rows |= {m.length: e.rows_of(m)[0] for m in e.measured if m.length in lengths}
     return rows
