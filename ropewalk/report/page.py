@@ -148,7 +148,7 @@ def _cells(rows: pd.DataFrame, column: str, sign: str = "") -> pd.Series:
     """Return a column's numbers with their intervals in words, by line."""
     digits = 3 if rows.unit.str.contains("bit").all() else 1
     numbers = rows[interval(column)].itertuples(index=False)
-    return pd.Series([amount(*of_line, sign=sign, digits=digits) for of_line in numbers], rows.line.tolist())
+    return pd.Series([amount(value, low, high, sign, digits) for value, low, high in numbers], rows.line.tolist())
 
 
 def _grid(title: str, rows: pd.DataFrame, columns: Mapping[str, pd.Series]) -> Grid:
