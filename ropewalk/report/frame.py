@@ -24,7 +24,7 @@ START = "model before "  # begins the name of the line of that model, which ends
 # Key prefixes in which the runs of a group may differ: they only observe the training, or depend on the machine. A
 # tokenizer is part of the identity of the data, and seeds that start from runs of their own have it from there.
 IGNORED = (
-    *FREE, "dry_run", "seed", "name", "init_from", "data.tokenizer", "trainer.log_every", "trainer.val_",
+    *FREE, "overwrite", "dry_run", "seed", "name", "init_from", "data.tokenizer", "trainer.log_every", "trainer.val_",
     "trainer.accelerator", "trainer.compile", "trainer.kernels", "training.",
 )  # fmt: skip
 PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
