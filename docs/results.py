@@ -21,7 +21,7 @@ from ropewalk.files import write_text  # noqa: E402
 from ropewalk.report import frame, plot  # noqa: E402
 from ropewalk.report.answer import amount, percent  # noqa: E402
 from ropewalk.report.page import markdown_table  # noqa: E402
-from ropewalk.report.table import BEST_POSSIBLE, losses_of_text, over_seeds, results  # noqa: E402
+from ropewalk.report.table import BEST_POSSIBLE, interval, losses_of_text, over_seeds, results  # noqa: E402
 
 PICTURE = "docs/gain.svg"
 BY_SEED = "by seed"  # in the place of a column: bits above the best possible loss of each seed, in their order
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
     if arguments:
         name, *folders = arguments
         gathered = frame.load(folders)
-        write(archive(name, root), gathered.runs, gathered.configs, gathered.results)
+        write(archive(name, root), gathered.runs, gathered.results)
     for name, write_table in ARCHIVES.items():
         if not archive(name, root).is_file():
             continue  # its runs are not done
@@ -91,8 +91,7 @@ def cell(table: pd.DataFrame, line: str, column: str, length: int) -> str:
         return ", ".join(f"{value - best:.3f}" for value in of_seeds.value)
     if rows.empty:
         return ""
-    ends = ["low", "high"] if column == "value" else [f"{column}_low", f"{column}_high"]
-    numbers = over_seeds(rows)[[column, *ends]].iloc[0]
+    numbers = over_seeds(rows)[interval(column)].iloc[0]
     if column == "share":
         return percent(*numbers)
     return amount(*numbers, sign="+" if column in ("gain", "difference") else "")

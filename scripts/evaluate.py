@@ -64,13 +64,12 @@ def main(args: Arguments) -> None:
         model.data.prepare()
         check_identity(path, model.data.identity())
         asked = None if args.measures is None else [measure_of(args, measure) for measure in args.measures]
-        measures = loop.plans(model.data, cfg, asked)
         # If other encodings are asked for, results of the trained encoding are not measured again.
         known = []
         if args.pe or args.eval["variants"] is not None:
             known = [result for result in results.load_all(path) if not result.variant.zero_shot]
         measured = loop.measure(
-            model.net, model.data, cfg, hardware, path, run_id=run_id, step=cfg.trainer.max_steps, measures=measures,
+            model.net, model.data, cfg, hardware, path, run_id=run_id, step=cfg.trainer.max_steps, asked=asked,
             existing=known,
         )  # fmt: skip
         report = page.write_beside(path)

@@ -28,6 +28,7 @@ from ropewalk.app.cli import program
 from ropewalk.evaluation import archive
 from ropewalk.files import printable, write_bytes, write_text
 from ropewalk.report import frame, page
+from ropewalk.report.table import results
 
 Format = Literal["html", "md", "csv", "svg", "png", "pdf", "jsonl.gz"]
 ENDS = "|".join(map(re.escape, get_args(Format)))
@@ -64,10 +65,12 @@ def main(args: Arguments) -> None:
             return
         write_text(out, text)
     elif kind == "jsonl.gz":
-        archive.write(out, runs.runs, runs.configs, runs.results)
+        archive.write(out, runs.runs, runs.results)
     elif kind == "html":
         write_text(out, page.html(runs, args.reference))
     else:
-        write_bytes(out, page.picture(runs, kind, args.reference))
+        from ropewalk.report import plot  # which takes long to import
+
+        write_bytes(out, plot.written(plot.gain(results(runs, args.reference), plot.new()), kind))
 
     print(f"wrote {out}: {sum(runs.runs.get('done', []))} complete runs, {len(runs.left_out)} left out")

@@ -87,7 +87,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     shown = [row for row in rows if not row.broken]
     for row in shown:
         place = (row.verdict.cost, row.score.value)
-        colour = plot.LIGHT.lines[1] if row.is_record else plot.LIGHT.muted
+        colour = plot.LINES[1] if row.is_record else plot.LIGHT.muted
         ax.errorbar(*place, row.score.half, fmt="o", color=colour, markersize=4)
         ax.annotate(row.verdict.encoding, place, (5, 3), textcoords="offset points")
     # Whoever fails is at the bottom: how badly would leave no room for the others.

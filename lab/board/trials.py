@@ -15,7 +15,7 @@ from ropewalk.app.resolve import for_this_machine, resolve, resolve_encoding, wi
 from ropewalk.app.run_dir import FREE, RunDir
 from ropewalk.app.sweep import train_all
 from ropewalk.evaluation.measures.lengths import length_settings
-from ropewalk.evaluation.results import Row, load_all, main_rows
+from ropewalk.evaluation.results import Row, load_all
 
 Losses = dict[int, Row]  # of one run, by length in tokens
 
@@ -68,10 +68,15 @@ def losses(run: Config) -> Losses:
     A scaled encoding reads the training length as it was trained, and longer texts at its largest scale. A length that
     the encoding is not defined for is left out.
     """
-    final = [e for e in load_all(RunDir(run).path) if (e.step, e.variant.pe) == (run.trainer.max_steps, run.pe)]
+    final = [
+        e
+        for e in load_all(RunDir(run).path)
+        if (e.kind, e.step, e.variant.pe) == ("lengths", run.trainer.max_steps, run.pe)
+        and length_settings(run).items() <= e.eval.items()
+    ]
+    rows: Losses = {}
     # Of several rows of a length the last one stays: that at the largest scale.
-    final.sort(key=lambda e: e.variant.scale)
-    as_trained = [e for e in final if not e.variant.zero_shot]
-    short, long = (main_rows(read, "lengths", length_settings(run)) for read in (as_trained, final))
-    rows = {length: row for (_, length), row in long.items() if length == max(run.lengths)}
-    return rows | {length: row for (_, length), row in short.items() if length == run.train_len}
+    for e in sorted(final, key=lambda e: e.variant.scale):
+        lengths = [max(run.lengths)] if e.variant.zero_shot else [run.train_len, max(run.lengths)]
+        rows |= {m.length: e.rows_of(m)[0] for m in e.measured if m.length in lengths}
+    return rows

@@ -31,7 +31,7 @@ from model.position.forget import FoX
 from model.position.network import for_length
 from model.position.relative import Relative
 from model.position.rotary import Rotary
-from ropewalk.report.plot import LIGHT, dressed, name_ends, titled
+from ropewalk.report.plot import LIGHT, LINES, dressed, name_ends, titled
 
 SCORE = 4.0  # of equal queries and keys
 # Scores of the heads' keys where they decide how positions count.
@@ -164,7 +164,7 @@ def draw_turns(name: str, pe: Rotary, length: int, ax: Axes) -> None:
     note = f"grey: in {pe.train_len:,} tokens, rings: in {length:,}"
     new = f"{new_angles(seen, plain)} meet new angles"
     if not torch.equal(plain, scaled):
-        ax.plot(pairs, scaled, "o", markersize=3.5, color=LIGHT.lines[0])
+        ax.plot(pairs, scaled, "o", markersize=3.5, color=LINES[0])
         note += ", blue: here"
         new += f" as RoPE, {new_angles(seen, scaled)} here"
 
@@ -199,7 +199,7 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], shape:
     if isinstance(first, Rotary) and name != "rope":
         parts = [(BASE, Rotary(shape, layout=first.layout)), *parts]
 
-    colours = iter(LIGHT.lines)
+    colours = iter(LINES)
     names = []
     for label, pe in parts:
         by_head = scores(pe, distances)
@@ -267,7 +267,7 @@ def heat_map(ax: Axes, rows: Mapping[str, Tensor], columns: Sequence[str]) -> No
     for number, shares in enumerate(rows.values()):
         for column, share in enumerate(shares.tolist()):
             # A share is how much of one colour there is, so that it is right on a light and on a dark page.
-            look = {"facecolor": LIGHT.lines[0], "alpha": min(1.0, 0.75 * share), "linewidth": 0}
+            look = {"facecolor": LINES[0], "alpha": min(1.0, 0.75 * share), "linewidth": 0}
             ax.add_patch(Rectangle((column + 0.02, number + 0.02), 0.96, 0.96, **look))
             words = f"{100 * share:.0f}"
             ax.text(column + 0.5, number + 0.5, words, ha="center", va="center", color=LIGHT.ink, fontsize=8)

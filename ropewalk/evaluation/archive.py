@@ -49,13 +49,11 @@ RESULT = _schema(
 )  # fmt: skip
 
 
-def write(
-    path: Path, runs: pd.DataFrame, configs: Mapping[str, Mapping[str, Any]], results: pd.DataFrame
-) -> None:  # fmt: skip
+def write(path: Path, runs: pd.DataFrame, results: pd.DataFrame) -> None:
     """Write the rows of complete runs, sums rounded to four digits, without the loss by position, which is the bulk.
 
     Args:
-        runs, configs, results: as in `ropewalk.report.frame.Runs`.
+        runs, results: as in `ropewalk.report.frame.Runs`.
     """
     complete = runs[runs.done.astype(bool)].drop(columns=MADE, errors="ignore")
     number = complete.groupby("name").cumcount() + 1  # runs of two folders may have the same name, and would be one
@@ -64,21 +62,20 @@ def write(
     rows = results[results.path.isin(complete.index) & (results.kind != "by_position")]
     lines = []
     for row in rows.drop(columns=MADE, errors="ignore").to_dict("records"):
-        place = row.pop("path")
-        config = {key: value for key, value in configs[place].items() if key not in LOCAL}
+        run = dict(of_path[row.pop("path")])
+        config = {key: value for key, value in run.pop("config").items() if key not in LOCAL}
         row["command"] = re.sub(r" '?(runs_dir|data\.cache_dir)=\S+", "", row["command"])
         for key in SAMPLES:
             sample = row[key]
             if sample is not None:
                 row[key] = {"values": np.round(sample.values[0], 4).tolist(), "units": sample.units.tolist()}
-        run = of_path[place]
         lines.append(json.dumps({"name": run["name"], **row, "run": run, "config": config}) + "\n")
     # Without the time, so that equal results are equal files.
     write_bytes(path, gzip.compress("".join(lines).encode(), mtime=0))
 
 
-def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """Yield each row as a run, its configuration and a result, as they were given to `write`.
+def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield each row as a run and a result, as they were given to `write`.
 
     The path of a run is that of the file and the run's name.
 
@@ -88,8 +85,7 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str,
     for number, line in enumerate(read_bytes(path, LARGEST, gzip.open).splitlines(), start=1):
         try:
             result = json.loads(line)
-            run = result.pop("run")
-            config = result.pop("config")
+            run = result.pop("run") | {"config": result.pop("config")}
             result["path"] = run["path"] = f"{path}/{result.pop('name')}"
             result.setdefault("train_len", run["train_len"])  # in files that do not say it
             RUN.model_validate(run, strict=True)
@@ -98,7 +94,7 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str,
                 result[key] = result[key] and _sample(**result[key])
         except Exception as error:  # it may be from anybody
             raise ValueError(f"line {number} is damaged: {error}") from None
-        yield run, config, result
+        yield run, result
 
 
 def _sample(values: list[float], units: list[float]) -> Sample:

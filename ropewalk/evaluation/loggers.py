@@ -80,8 +80,8 @@ class Wandb:
         import wandb
 
         self.run.summary.update(dict(metrics))
-        of_run = table[table.seed.notna()]
-        self.run.log({"eval/results": wandb.Table(dataframe=of_run[WANDB_COLUMNS].astype(object))})
+        of_run = table.loc[table.seed.notna(), WANDB_COLUMNS]
+        self.run.log({"eval/results": wandb.Table(dataframe=of_run.astype(object))})
         for length, values in length_curves(table).items():
             self.run.log({f"{BY_LENGTH}/tokens": length, **values})
         self.run.log({"eval/report": wandb.Html(page.html(runs), inject=False)})
@@ -146,7 +146,6 @@ class Tracker:
         runs = frame.load(self.run.path)
         table = results(runs)
         metrics = summary_metrics(table)
-        metrics |= {f"parameters/{name}": count for name, count in self.config["parameters"].items()}
         if kind == "wandb":
             tracker.publish(runs, table, metrics)
             return

@@ -55,14 +55,16 @@ def validate(
 def is_measured(run: Path, cfg: Config) -> bool:
     """Return whether a complete run has all results that `cfg.eval` asks for, of its encoding and every variant."""
     final = [e for e in load_all(run) if e.step == cfg.trainer.max_steps]
-    asked = {"lengths": length_settings(cfg)}
     longest = {"length": max(cfg.lengths), "sequences": cfg.eval.sequences}
+    settings = {"lengths": length_settings(cfg), "by_position": longest, "far_copies": longest}
+    found = [(e.kind, e.variant.pe) for e in final if settings.get(e.kind, e.eval).items() <= e.eval.items()]
     is_text = not any(e.task for e in final)
-    if cfg.eval.by_position and is_text:
-        asked["by_position"] = longest
-    if cfg.eval.far_copies and is_text and max(cfg.lengths) > cfg.train_len:
-        asked["far_copies"] = longest
-    found = [(e.kind, e.variant.pe) for e in final if e.kind in asked and asked[e.kind].items() <= e.eval.items()]
+    is_asked = {
+        "lengths": True,
+        "by_position": cfg.eval.by_position and is_text,
+        "far_copies": cfg.eval.far_copies and is_text and max(cfg.lengths) > cfg.train_len,
+    }
+    asked = [kind for kind in settings if is_asked[kind]]
     return all((kind, pe) in found for kind in asked for pe in [cfg.pe, *(cfg.eval.variants or [])])
 
 
@@ -100,17 +102,16 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
 
 def readings(net: GPT, cfg: Config, hardware: Hardware) -> Readings:
     """Return the encodings of `net` at each of their scales, then those of `eval.variants`, each at its largest."""
-    trained_scale, *other_scales = scales_of(net.encodings)
-    result: Readings = [(_variant(cfg.pe, trained_scale, net.encodings, zero_shot=False), net.encodings)]
-    wanted: list[tuple[Any, float, Encodings]] = [(cfg.pe, scale, net.encodings) for scale in other_scales]
+    wanted: list[tuple[Any, float, Encodings]] = [(cfg.pe, scale, net.encodings) for scale in scales_of(net.encodings)]
     variants: list[Any] = cfg.eval.variants or []
     for pe in variants:
         others = _encodings(net, pe, net.train_len, hardware)
         wanted.append((pe, max(scales_of(others)), others))
+    result: Readings = []
     for pe, scale, encodings in wanted:
         # The run's own encoding may be among the variants: it would only be measured twice.
         if not any((variant.pe, variant.scale) == (pe, scale) for variant, _ in result):
-            variant = _variant(pe, scale, encodings, zero_shot=True)
+            variant = _variant(pe, scale, encodings, zero_shot=bool(result))  # the first is as it was trained
             result.append((variant, at_scale(encodings, scale, net.train_len)))
     return result
 
@@ -125,16 +126,6 @@ def _encodings(net: GPT, pe: dict[str, Any], train_len: int, hardware: Hardware)
     return encodings
 
 
-def _variants_of_start(net: GPT, cfg: Config, base: Mapping[str, Any], hardware: Hardware) -> Readings:
-    """Return how the model `base` reads, and the encodings of `net`, which are to learn from its weights."""
-    own, *_ = readings(net, cfg, hardware)
-    if base["pe"] == cfg.pe:
-        return [own]
-    encodings = _encodings(net, base["pe"], base["train_len"], hardware)
-    scale, *_ = scales_of(encodings)
-    return [(_variant(base["pe"], scale, encodings, zero_shot=True), encodings), own]
-
-
 def _variant(pe: dict[str, Any], scale: float, encodings: Encodings, *, zero_shot: bool) -> Variant:
     """Describe the `encodings` that read the weights."""
     label = pe["name"]
@@ -146,13 +137,11 @@ def _variant(pe: dict[str, Any], scale: float, encodings: Encodings, *, zero_sho
 
 def _run(plan: Plan, score: Scorer) -> tuple[list[Measured], list[int]]:
     """Return the results of a measure, and the lengths that are skipped because the encoding ends before them."""
+    max_len = max_len_of(score.encodings or score.net.encodings) or math.inf
+    skipped = {job.length for job in plan.jobs if job.length > max_len}
     measured: list[Measured] = []
-    skipped = set()
-    max_len = max_len_of(score.encodings or score.net.encodings)
     for job in plan.jobs:
-        if max_len and job.length > max_len:
-            skipped.add(job.length)
-        else:
+        if job.length not in skipped:
             measured += job.run(score)
     return measured, sorted(skipped)
 
@@ -172,7 +161,7 @@ def rehearse(net: GPT, data: Data, cfg: Config, *, hardware: Hardware, reader: R
 
 def measure(
     net: GPT, data: Data, cfg: Config, hardware: Hardware, run: Path, *, run_id: str, step: int,
-    train_len: int | None = None, measures: Sequence[Plan] | None = None, variants: Readings | None = None,
+    train_len: int | None = None, asked: Sequence[str | Measure] | None = None, variants: Readings | None = None,
     existing: Sequence[Evaluation] | None = None, reader: Reader | None = None,
 ) -> list[Evaluation]:  # fmt: skip
     """Measure the weights of the run at `run` after `step`: at each scale, and read zero-shot by `cfg.eval.variants`.
@@ -182,30 +171,38 @@ def measure(
     Args:
         hardware: of the run, whose precision and kernels are used.
         train_len: of the weights; None: that of the run.
-        measures: what to measure; None: what `cfg.eval` asks for.
+        asked: what to measure, see `plans`, also for the errors; None: what `cfg.eval` asks for.
         variants: how to read the weights; None: as above.
         existing: results that are not measured again, if the settings are the same; None: all results of the run.
         reader: says how texts are read; None: as documents, if `data` tells these apart.
     """
     if existing is None:
         existing = distributed.on_rank_zero(lambda: load_all(run))
-    measures = plans(data, cfg) if measures is None else measures
+    measures = plans(data, cfg, asked)
     reader = reader or Reader(data.document_end)
     variants = readings(net, cfg, hardware) if variants is None else variants
-    origin = provenance(device=hardware.device, precision=hardware.precision)
-    about: dict[str, Any] = {"run": run.name, "run_id": run_id, "seed": cfg.seed, "task": data.task, "step": step}
-    about["train_len"] = train_len or cfg.train_len
     is_first = distributed.is_rank_zero()
     results: list[Evaluation] = []
     with evaluating(net):
         for variant, encodings in variants:
             # One scorer serves all measures of a variant: it keeps the losses that several of them need.
             score = Scorer(net, encodings, reader, data.token_bytes, hardware.autocast)
-            origin = origin | {"kernels": any(getattr(pe, "is_twin", False) for pe in encodings)}
+            kernels = any(getattr(pe, "is_twin", False) for pe in encodings)
+            origin = provenance(device=hardware.device, precision=hardware.precision, kernels=kernels)
             for plan in measures:
                 # Without its numbers yet: the name of its file tells whether it was measured before.
                 result = Evaluation(
-                    kind=plan.kind, eval=plan.eval, variant=variant, provenance=origin, measured=[], **about
+                    kind=plan.kind,
+                    run=run.name,
+                    run_id=run_id,
+                    seed=cfg.seed,
+                    train_len=train_len or cfg.train_len,
+                    task=data.task,
+                    step=step,
+                    variant=variant,
+                    eval=plan.eval,
+                    provenance=origin,
+                    measured=[],
                 )
                 known = [e for e in existing if e.file_name == result.file_name]
                 if known:
@@ -233,7 +230,12 @@ def measure_start(
     """
     if not base or step or not cfg.trainer.max_steps or cfg.init_partial:
         return
+    variants = readings(net, cfg, hardware)[:1]
+    if base["pe"] != cfg.pe:
+        encodings = _encodings(net, base["pe"], base["train_len"], hardware)
+        variant = _variant(base["pe"], scales_of(encodings)[0], encodings, zero_shot=True)
+        variants.insert(0, (variant, encodings))
     measure(
-        net, data, cfg, hardware, run, run_id=run_id, step=0, train_len=base["train_len"], reader=reader,
-        measures=plans(data, cfg, ["lengths"]), variants=_variants_of_start(net, cfg, base, hardware),
+        net, data, cfg, hardware, run, run_id=run_id, step=0, train_len=base["train_len"], asked=["lengths"],
+        variants=variants, reader=reader,
     )  # fmt: skip

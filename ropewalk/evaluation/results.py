@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -17,11 +17,10 @@ import numpy as np
 from pydantic import BaseModel, Field, model_validator
 
 from ropewalk.app.run_dir import read_file
-from ropewalk.evaluation.statistics import Sample, by_document
+from ropewalk.evaluation.statistics import Sample, by_document, grouping
 from ropewalk.files import write_text
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
-Kind = Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,60}$")]  # "lengths", or of a measure of the user's own
 # The quantities. A longer reach is no merit by itself; it comes first in a table.
 LOWER_IS_BETTER = {"loss": True, "error": True, "found": False, "gain": False, "share": False}
 
@@ -36,8 +35,9 @@ class Variant(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
 
 # One number of one part of a measure at one length: what the part is, as in `Measured`; its label as "part"; "quantity"
-# ("loss", "error", "found", "gain" or "share") and "unit"; and what the number is computed from, as "sample", with
-# "optimum_sample" of the best possible predictor of the same texts, None where it is not known.
+# ("loss", "error", "found", "gain" or "share") and "unit"; what the number is computed from, as "sample", and its
+# "value"; "optimum_sample" and "optimum" of the best possible predictor of the same texts, None and NaN where it is not
+# known; the number of "texts" and of "documents", and in "grouping" that of each text's document.
 Row = dict[str, Any]
 
 
@@ -107,7 +107,12 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
             "quantity": quantity,
             "unit": unit,
             "sample": sample,
+            "value": sample.values.sum() / sample.units.sum(),
             "optimum_sample": optimum,
+            "optimum": math.nan if optimum is None else optimum.values.sum() / optimum.units.sum(),
+            "texts": len(self.nats),
+            "documents": sample.units.size,
+            "grouping": grouping(self.documents, len(self.nats)),
         }
 
 
@@ -115,7 +120,8 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     """One results file."""
 
     version: Literal[3] = 3
-    kind: Kind
+    # "lengths", or of a measure of the user's own.
+    kind: str = Field(pattern="^[a-z][a-z0-9_]{0,60}$")
     run: str
     run_id: str
     # Of the training.
@@ -171,7 +177,8 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
     def rows(self) -> list[Row]:
         """Return every number that was measured. For RULER the means over its tasks come first."""
-        rows = [row for measured in self.measured for row in self.rows_of(measured)]
+        # A part without scored tokens has no mean.
+        rows = [row for measured in self.measured if any(measured.tokens) for row in self.rows_of(measured)]
         return [*_means_over_tasks(rows), *rows] if self.kind == "ruler" else rows
 
     def rows_of(self, m: Measured) -> list[Row]:
@@ -212,20 +219,10 @@ def _means_over_tasks(rows: Sequence[Row]) -> Iterator[Row]:
     for (length, quantity, unit), tasks in of_tasks.items():
         values = np.mean([np.mean(depths, axis=0) for depths in tasks.values()], axis=0)  # [1, T]
         mean = {"task": "mean", "part": "mean", "depth": math.nan, "length": length, "quantity": quantity, "unit": unit}
-        yield rows[0] | mean | {"sample": Sample(values, np.ones(values.size))}
+        sample = Sample(values, np.ones(values.size))
+        yield rows[0] | mean | {"sample": sample, "value": values.sum() / values.size}
 
 
 def load_all(run: Path) -> list[Evaluation]:
     """Read all results of a run, in the order of their files. Raises ValueError: one is damaged."""
     return [Evaluation.load(path) for path in sorted((run / "evals").glob("*.json"))]
-
-
-def main_rows(evaluations: Iterable[Evaluation], kind: str, settings: Mapping[str, Any]) -> dict[tuple[str, int], Row]:
-    """Return the main number of each part at each length, of the evaluations of a kind that have these settings."""
-    rows = {}
-    for e in evaluations:
-        if e.kind == kind and settings.items() <= e.eval.items():
-            for m in e.measured:
-                main, *_ = e.rows_of(m)
-                rows[main["part"], main["length"]] = main
-    return rows

@@ -1,5 +1,6 @@
 """Scoring: loss and errors of the scored tokens, summed for each text. Every measure is made of these sums."""
 
+from collections import ChainMap
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -134,9 +135,7 @@ class Scorer:
         # The device is waited for only here, once for all batches.
         sums = {first: values.cpu() for first, values in sums.items()}
 
-        of_all_ranks: dict[int, Tensor] = {}
-        for of_rank in distributed.gather(sums):
-            of_all_ranks |= of_rank
+        of_all_ranks = ChainMap(*distributed.gather(sums))
         # In the order of the texts, whatever rank has read them.
         in_order = [of_all_ranks[first] for first in sorted(of_all_ranks)]
         nats, tokens, in_bytes, errors = torch.cat(in_order, dim=1).numpy()

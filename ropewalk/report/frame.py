@@ -17,7 +17,6 @@ from conf.schema import ConfigError, flatten
 from ropewalk.app.run_dir import FREE, read_config, read_metrics, read_training
 from ropewalk.evaluation import archive
 from ropewalk.evaluation.results import Evaluation
-from ropewalk.evaluation.statistics import grouping
 from ropewalk.files import printable, read_json, refuse_link
 
 BEFORE, AFTER = "before training", "after training"  # readings of a run that starts from a model
@@ -25,14 +24,14 @@ START = "model before "  # begins the name of the line of that model, which ends
 # Key prefixes in which the runs of a group may differ: they only observe the training, or depend on the machine. A
 # tokenizer is part of the identity of the data, and seeds that start from runs of their own have it from there.
 IGNORED = (
-    *FREE, "dry_run", "seed", "name", "init_from", "data.tokenizer", "trainer.log_every", "trainer.val_",
+    *FREE, "overwrite", "dry_run", "seed", "name", "init_from", "data.tokenizer", "trainer.log_every", "trainer.val_",
     "trainer.accelerator", "trainer.compile", "trainer.kernels", "training.",
 )  # fmt: skip
 PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
 COSTS = ["parameters", "tokens_per_s", "peak_memory_mb"]  # of training.json; NaN where that has none
 RUN_COLUMNS = [
     "name", "seed", "encoding", "data", "train_len", "section", "group", "label", "settings", "done", "identity",
-    *COSTS,
+    "config", *COSTS,
 ]  # fmt: skip
 RESULT_COLUMNS = [
     "path", "file", "seed", "train_len", "section", "group", "line", "kind", "task", "difficulty", "depth",
@@ -43,10 +42,11 @@ RESULT_COLUMNS = [
 
 
 class Runs(NamedTuple):
-    """The run directories in some folders. The cells of both tables are plain numbers and strings."""
+    """The run directories in some folders. The cells of both tables are plain numbers and strings, but for two."""
 
     # A row for each run, indexed by its path: RUN_COLUMNS. `section` is the title of the data and training lengths,
-    # `label` that of the group, and `settings` the options in which it differs from others of its encoding.
+    # `label` that of the group, and `settings` the options in which it differs from others of its encoding; `config` is
+    # its flat configuration, with training.*.
     runs: pd.DataFrame
     # The long table, RESULT_COLUMNS: a row for each run, measure (kind and eval), variant, step, part, length and
     # quantity. `line` is the label of a group with the `reading` of its weights, `part` the label of task, difficulty,
@@ -54,8 +54,6 @@ class Runs(NamedTuple):
     # predictor (NaN if it is not known). The last two columns have the sums for each text, a Sample, and those of that
     # predictor.
     results: pd.DataFrame
-    # The flat configuration of each run, with training.*, by path.
-    configs: dict[str, dict[str, Any]]
     # The path of each run that is broken, unfinished or there twice, and the reason.
     left_out: list[tuple[str, str]]
 
@@ -65,7 +63,6 @@ class _Read:
     """What lies in some folders, before runs are grouped."""
 
     runs: list[dict[str, Any]] = field(default_factory=list)
-    configs: dict[str, dict[str, Any]] = field(default_factory=dict)
     results: list[dict[str, Any]] = field(default_factory=list)  # RESULT_COLUMNS but for section, group, line, reading
     left_out: list[tuple[str, str]] = field(default_factory=list)
     texts: dict[Any, np.ndarray] = field(default_factory=dict)
@@ -82,36 +79,33 @@ class _Read:
 
     def add_run(self, path: Path) -> None:
         """Read a run directory."""
-        run, config = _run(path)
+        run = _run(path)
         self.runs.append(run)
-        self.configs[run["path"]] = config
-        if not run["done"]:
-            self.left_out.append((run["path"], "not finished"))
         for file in sorted(refuse_link(path / "evals").glob("*.json")):
             with self.attempt(file):
-                self.add_results(_results(file, run, config))
+                self.add_results(_results(file, run))
 
     def add_archive(self, path: Path, is_chosen: Callable[[str], bool]) -> None:
         """Read a file of many runs."""
         rows = [row for row in archive.read(path) if is_chosen(row[0]["name"])]
-        self.add_results([(row, None) for _, _, row in rows])
-        self.runs += {run["path"]: run for run, _, _ in rows}.values()
-        self.configs |= {run["path"]: config for run, config, _ in rows}
+        self.add_results([row for _, row in rows])
+        self.runs += {run["path"]: run for run, _ in rows}.values()
 
-    def add_results(self, rows: Sequence[tuple[dict[str, Any], np.ndarray | None]]) -> None:
-        """Add rows, each with the numbers of its texts' documents if they are known.
+    def add_results(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Add rows.
 
         Raises ValueError: their texts are not those that were read with these settings. Runs are compared text by text,
         and equal settings promise equal texts.
         """
-        for row, documents in rows:
+        for row in rows:
             settings = tuple(row[name] for name in ("kind", "eval", "part", "length"))
-            # Sums over other documents could have equal sizes by chance, so the documents are compared as well.
-            for what, found in {row["quantity"]: row["sample"].units, "documents": documents}.items():
+            # Sums over other documents could have equal sizes by chance, so the documents are compared as well, which
+            # files of many runs do not have.
+            for what, found in {row["quantity"]: row["sample"].units, "documents": row.get("grouping")}.items():
                 if found is not None and not np.array_equal(self.texts.setdefault((*settings, what), found), found):
                     where = f"{row['part']} at {row['length']}"
                     raise ValueError(f"{where} was measured on other texts or documents than its settings say")
-        self.results += [row for row, _ in rows]
+        self.results += rows
 
 
 def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), exclude: Sequence[str] = ()) -> Runs:
@@ -145,11 +139,11 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     results = pd.DataFrame(columns=RESULT_COLUMNS)
     if read.runs:
         # Labels name the differences between runs, so all runs must have been read.
-        runs, repeated = _grouped(pd.DataFrame(read.runs), read.configs, read.results)
-        read.left_out += repeated
+        runs, unfit = _grouped(pd.DataFrame(read.runs), read.results)
+        read.left_out += unfit
     if read.results:
         results = _with_lines(pd.DataFrame(read.results), runs)
-    return Runs(runs[RUN_COLUMNS], results[RESULT_COLUMNS], read.configs, sorted(read.left_out))
+    return Runs(runs, results, sorted(read.left_out))
 
 
 def curves(runs: Runs) -> pd.DataFrame:
@@ -175,8 +169,8 @@ def _find(folders: Iterable[Path]) -> list[Path]:
     return sorted(found.values())
 
 
-def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the row of a run, and its flat configuration."""
+def _run(path: Path) -> dict[str, Any]:
+    """Return the row of a run."""
     trained = (path / "training.json").exists()
     values = read_config(path)
     if trained:
@@ -186,7 +180,7 @@ def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     wrong = [key for key in ("pe.name", "data.name") if not isinstance(config.get(key), str)]
     if wrong:
         raise ValueError(f"config.yaml has no valid {' or '.join(wrong)}")
-    row = {
+    return {
         "path": printable(path),
         "name": printable(path.name),
         "seed": config["seed"],
@@ -198,22 +192,17 @@ def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         "tokens_per_s": config.get("training.tokens_per_s"),
         "peak_memory_mb": config.get("training.peak_memory_mb"),
         "identity": json.dumps(read_json(path / "data.json"), sort_keys=True),
+        "config": config,
     }
-    return row, config
 
 
-def _results(
-    file: Path, run: Mapping[str, Any], config: Mapping[str, Any]
-) -> list[tuple[dict[str, Any], np.ndarray | None]]:
-    """Return the rows of one results file, each with the numbers of its texts' documents; None for means of others.
-
-    Raises ValueError: the file does not fit its run.
-    """
+def _results(file: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of one results file. Raises ValueError: the file does not fit its run."""
     e = Evaluation.load(file)
     if (e.step and e.train_len != run["train_len"]) or not isinstance(e.variant.pe["name"], str):
         raise ValueError("train_len is not that of config.yaml, or the encoding has no name")
-    trained_pe = {key: value for key, value in config.items() if key.startswith("pe.")}
-    of_file = {
+    trained_pe = {key: value for key, value in run["config"].items() if key.startswith("pe.")}
+    of_file = e.provenance | {
         "path": run["path"],
         "file": printable(file.name),
         "seed": run["seed"],
@@ -228,29 +217,12 @@ def _results(
         "scale": e.variant.scale,
         "zero_shot": e.variant.zero_shot,
         "skipped": bool(e.skipped),
-        "texts": len(e.measured[0].nats) if e.measured else 0,
     }
-    provenance = {key: e.provenance.get(key) for key in PROVENANCE}
-    of_file |= {key: "" if value is None else str(value) for key, value in provenance.items()}
-    documents = {(m.part, m.length): grouping(m.documents, len(m.nats)) for m in e.measured}
-    rows = []
-    for row in e.rows():
-        sample, optimum = row["sample"], row["optimum_sample"]
-        # A part without scored tokens has no mean.
-        if sample.units.sum() > 0:
-            numbers = {
-                "value": sample.values.sum() / sample.units.sum(),
-                "optimum": np.nan if optimum is None else optimum.values.sum() / optimum.units.sum(),
-                "documents": sample.units.size,
-            }
-            rows.append((of_file | row | numbers, documents.get((row["part"], row["length"]))))
-    return rows
+    return [of_file | row for row in e.rows()]
 
 
-def _grouped(
-    runs: pd.DataFrame, configs: Mapping[str, Mapping[str, Any]], results: Sequence[Mapping[str, Any]]
-) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
-    """Return the runs with section, group and label, and those that repeat another run with the reason."""
+def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
+    """Return the runs with section, group and label, and those that repeat another or are not finished, with why."""
     runs[COSTS] = runs[COSTS].apply(pd.to_numeric, errors="coerce").astype(float)
     # A hash tells apart different data of the same name.
     hashes = runs.identity.map(lambda identity: f" ({sha256(identity.encode()).hexdigest()[:6]})")
@@ -261,10 +233,10 @@ def _grouped(
     runs["section"] = runs.data + hashes.where(is_ambiguous, "") + ", trained at " + lengths + " tokens"
 
     # Runs are seeds of one line if all settings are equal that decide what is computed.
-    runs["key"] = [json.dumps(compared(configs[path]), sort_keys=True) for path in runs.path]
+    runs["key"] = [json.dumps(compared(config), sort_keys=True) for config in runs.config]
     # Seeds may share the weights that they start from. Or each has its own, named as in "rope-s1": then the seed is
     # taken out of the name.
-    runs["init"] = [str(configs[path].get("init_from")) for path in runs.path]
+    runs["init"] = [str(config.get("init_from")) for config in runs.config]
     without = [re.sub(rf"(-s)?(?<!\d){run.seed}(?!\d)", "", run.init) for run in runs.itertuples()]
     is_shared = runs.groupby(["key", "init"]).seed.transform("nunique") > 1
     is_own = runs.groupby(["key", pd.Series(without, runs.index)]).seed.transform("nunique") > 1
@@ -275,6 +247,7 @@ def _grouped(
     runs = runs.sort_values(["section", "seed", "done", "path"], ascending=[True, True, False, True])
     repeated = runs.duplicated(["section", "group", "seed"])
     reasons = [(path, "another run has the same settings and seed") for path in runs.path[repeated]]
+    reasons += [(path, "not finished") for path in runs.path[~runs.done]]
     runs = runs[~repeated].set_index("path")
     # Only runs in one section are shown together, so labels need not tell others apart.
     for _, of_section in runs.groupby("section"):
@@ -282,10 +255,16 @@ def _grouped(
         settings = [json.loads(row.key) | {"init_from": row.init} for row in groups.itertuples()]
         differences = differing(settings)
         groups["settings"] = list(map(in_words, groups.encoding, differences))
-        groups["label"] = _labels(groups, differences)
+        # The name of the first run labels what differs in several options, or in what two groups share.
+        names = [run.name.removesuffix(f"-s{run.seed}") for run in groups.itertuples()]
+        is_long = groups.settings.duplicated(keep=False) | np.array([len(differs) > 1 for differs in differences])
+        labels = groups.settings.mask(is_long, names)
+        # Directories in different folders may have one name.
+        number = labels.groupby(labels).cumcount() + 1
+        groups["label"] = labels.where(number == 1, labels + " [" + number.astype(str) + "]")
         for column in ("label", "settings"):
             runs.loc[of_section.index, column] = of_section.group.map(groups[column])
-    return runs, reasons
+    return runs[RUN_COLUMNS], reasons
 
 
 def compared(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,8 +284,7 @@ def _together(runs: pd.DataFrame, results: Iterable[Mapping[str, Any]]) -> pd.Se
     for _ in shared.train_len.unique():
         for by in ("eval", "train_len"):
             shortest = shortest.groupby([shared.identity, shared[by]]).transform("min")
-    shortest.index = shared.path
-    of_path = shortest.groupby(level=0).min()
+    of_path = shortest.groupby(shared.path).min()
     return runs.identity + runs.path.map(of_path).astype(str)
 
 
@@ -333,19 +311,10 @@ def in_words(name: str, options: Mapping[str, Any]) -> str:
     return f"{name} ({', '.join(words)})".strip() if words else name
 
 
-def _labels(groups: pd.DataFrame, differences: Sequence[Mapping[str, Any]]) -> pd.Series:
-    """Return the label of each group: its settings; the name of its first run if it differs in several, or repeats."""
-    names = [run.name.removesuffix(f"-s{run.seed}") for run in groups.itertuples()]
-    is_long = groups.settings.duplicated(keep=False) | np.array([len(differs) > 1 for differs in differences])
-    labels = groups.settings.mask(is_long, names)
-    # Directories in different folders may have one name.
-    number = labels.groupby(labels).cumcount() + 1
-    return labels.where(number == 1, labels + " [" + number.astype(str) + "]")
-
-
 def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     """Return the results of the runs that are kept, with `section`, `group`, `reading` and `line`."""
     rows = rows.join(runs[["section", "group", "label"]], on="path", how="inner")
+    rows[PROVENANCE] = rows.reindex(columns=PROVENANCE).fillna("").astype(str)  # older files lack some
     # Results of earlier steps, measured during training or before a run was extended, are lines of their own.
     rows["last"] = rows.step == rows.groupby("path").step.transform("max")
     rows["group"] += rows.step.where(~rows["last"], "").astype(str)
@@ -363,7 +332,7 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
             rows.loc[reading.index, "reading"] = in_words(name, differs)
     of_label = rows.label + " " + rows.reading
     rows["line"] = of_label.mask(rows.is_start, START + rows.label + rows.reading.str.removeprefix(BEFORE)).str.strip()
-    return rows
+    return rows[RESULT_COLUMNS]
 
 
 def _reading(row: Any) -> str:

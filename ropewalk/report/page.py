@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 
@@ -20,19 +19,13 @@ from ropewalk.files import printable, write_text
 from ropewalk.report import frame
 from ropewalk.report.answer import amount, answer, far_text, percent
 from ropewalk.report.frame import PROVENANCE, Runs
-from ropewalk.report.table import BEST_POSSIBLE, LEARNED, losses_of_text, over_seeds, results
+from ropewalk.report.table import BEST_POSSIBLE, LEARNED, interval, losses_of_text, over_seeds, results
 
 PAGE = "report.html"
 WIDTH = 100  # columns of a terminal
 COSTS = {"parameters": "parameters", "tokens_per_s": "tokens/s", "peak_memory_mb": "MB at most"}
 AS_GAINS = ("far_copies", "key_tokens")  # measures whose losses are only shown as the gain over the cut text
-
-
-class Grid(NamedTuple):
-    """A table of text. Its index are the names of its rows."""
-
-    title: str
-    cells: pd.DataFrame
+Grid = tuple[str, pd.DataFrame]  # a title, and a table of text whose index are the names of its rows
 
 
 def html(runs: Runs, reference: str = "rope") -> str:
@@ -43,27 +36,26 @@ def html(runs: Runs, reference: str = "rope") -> str:
 
     table = results(runs, reference)
     curves = frame.curves(runs)
-    sections = []
-    for title in titles(runs):
-        of_title = table[table.section == title]
+    shown = []
+    for title, of_title in sections(runs, table):
         figures = drawn(of_title, curves[curves.section == title], reference)
-        sections.append({"title": title, "answer": answer(of_title), "figures": figures, "grids": grids(of_title)})
+        shown.append({"title": title, "answer": answer(of_title), "figures": figures, "grids": grids(of_title)})
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     return environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")).render(
         title=runs.runs["name"].iloc[0] if len(runs.runs) == 1 else "Which position encoding, and how far?",
         summary=f"Runs: {len(runs.runs):,}; left out: {len(runs.left_out):,}.",
-        sections=sections,
+        sections=shown,
         what_was_run=what_was_run(runs, table),
-        light=plot.LIGHT.style(),
-        dark=plot.DARK.style(),
+        light=plot.style(plot.LIGHT),
+        dark=plot.style(plot.DARK),
     )
 
 
-def titles(runs: Runs) -> list[str]:
-    """Return the sections, those with most runs first."""
-    return runs.runs.section.value_counts().index.tolist()
+def sections(runs: Runs, table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Return the title and the rows of each section, those with most runs first."""
+    return [(title, table[table.section == title]) for title in runs.runs.section.value_counts().index]
 
 
 def drawn(table: pd.DataFrame, curves: pd.DataFrame, reference: str) -> list[tuple[str, str]]:
@@ -113,7 +105,7 @@ def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
     if not lines.lead.equals(lines.gain):  # of one run the reference is the run
         columns[f"over {' or '.join(sorted(set(lines.reference)))} on the cut text"] = _cells(last, "lead", "+")
     columns[f"loss at {longest:,}"] = _cells(last, "value")
-    shares = zip(last.share, last.share_low, last.share_high, strict=True)
+    shares = last[interval("share")].itertuples(index=False)
     columns["% of the possible"] = pd.Series([percent(*share) for share in shares], last.index)
     for (measure, quantity, _), rows in far_text(table).groupby(["measure", "quantity", "eval"]):
         words = f"{measure.replace('_', ' ')}: {quantity} from far text"
@@ -125,13 +117,9 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
     """Return the tables of a measure: its values, and differences to the reference and the best possible."""
     first = rows.iloc[0]
     # Hashes mean nothing to a reader. Short settings lead: they tell two tables of a measure apart.
-    chosen = {
-        key.replace("_", " "): value
-        for key, value in json.loads(first["eval"]).items()
-        if key not in ("texts", "tokenizer")
-    }
-    ordered = sorted(chosen.items(), key=lambda setting: isinstance(setting[1], list))
-    settings = ", ".join(f"{key} {str(value).strip('[]')}" for key, value in ordered)
+    chosen = {key: value for key, value in json.loads(first["eval"]).items() if key not in ("texts", "tokenizer")}
+    ordered = sorted(chosen, key=lambda key: isinstance(chosen[key], list))
+    settings = ", ".join(f"{key.replace('_', ' ')} {str(chosen[key]).strip('[]')}" for key in ordered)
     name = f"{first.measure.replace('_', ' ').capitalize()} ({settings})"
     kinds = {"value": f"{name}: {first.quantity}, {first.unit}"}
     if first.quantity == "error":
@@ -153,15 +141,14 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
             of_seeds = rows.drop_duplicates("line").set_index("line")
             columns["seeds that learned it"] = of_seeds.learned.astype(str) + " of " + of_seeds.seeds.astype(str)
         result.append(_grid(title, rows, columns))
-    return [grid for grid in result if grid.cells.size]
+    return [(title, cells) for title, cells in result if cells.size]
 
 
 def _cells(rows: pd.DataFrame, column: str, sign: str = "") -> pd.Series:
     """Return a column's numbers with their intervals in words, by line."""
-    low, high = ("low", "high") if column == "value" else (f"{column}_low", f"{column}_high")
     digits = 3 if rows.unit.str.contains("bit").all() else 1
-    numbers = zip(rows[column], rows[low], rows[high], strict=True)
-    return pd.Series([amount(*of_line, sign, digits) for of_line in numbers], rows.line.tolist())
+    numbers = rows[interval(column)].itertuples(index=False)
+    return pd.Series([amount(value, low, high, sign, digits) for value, low, high in numbers], rows.line.tolist())
 
 
 def _grid(title: str, rows: pd.DataFrame, columns: Mapping[str, pd.Series]) -> Grid:
@@ -170,7 +157,7 @@ def _grid(title: str, rows: pd.DataFrame, columns: Mapping[str, pd.Series]) -> G
     lines = sorted(rows.line.unique(), key=lambda line: line != BEST_POSSIBLE)
     cells = pd.DataFrame(columns, index=lines, dtype=object).fillna("")
     is_full = cells != ""
-    return Grid(title, cells.loc[is_full.any(axis=1), is_full.any()])
+    return title, cells.loc[is_full.any(axis=1), is_full.any()]
 
 
 def what_was_run(runs: Runs, table: pd.DataFrame) -> list[Grid]:
@@ -179,25 +166,19 @@ def what_was_run(runs: Runs, table: pd.DataFrame) -> list[Grid]:
     left_out = pd.DataFrame(runs.left_out, columns=["run", "why"]).set_index("run")
     # The first column is narrow on a phone, so the commit leads: its first digits name it.
     return [
-        Grid("Commands that made the numbers", commands.set_index(commands.commit.str[:10])),
-        Grid("Left out: broken, not finished, or there twice", left_out),
+        ("Commands that made the numbers", commands.set_index(commands.commit.str[:10])),
+        ("Left out: broken, not finished, or there twice", left_out),
     ]
 
 
 def markdown(runs: Runs, reference: str = "rope") -> str:
     """Return the same words and tables, without figures."""
-    table = results(runs, reference)
     lines = []
-    for title in titles(runs):
-        of_title = table[table.section == title]
-        lines += [f"## {escaped(title)}", "", *[f"- {escaped(sentence)}" for sentence in answer(of_title)], ""]
-        for grid in grids(of_title):
-            lines += [
-                f"{escaped(grid.title)}.",
-                "",
-                *markdown_table(["", *grid.cells], list(grid.cells.itertuples(name=None))),
-                "",
-            ]
+    for title, table in sections(runs, results(runs, reference)):
+        lines += [f"## {escaped(title)}", "", *[f"- {escaped(sentence)}" for sentence in answer(table)], ""]
+        for heading, cells in grids(table):
+            rows = list(cells.itertuples(name=None))
+            lines += [f"{escaped(heading)}.", "", *markdown_table(["", *cells], rows), ""]
     return "\n".join(lines)
 
 
@@ -224,7 +205,7 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
         only: print only results with the same measure and settings as these.
     """
     runs = frame.load(run)
-    for config in runs.configs.values():
+    for config in runs.runs.config:
         config["eval.tolerance"] = cfg.eval.tolerance
     table = results(runs)
     shown = grids(table)[:1]
@@ -235,19 +216,9 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
         # That by position has a row for each of many positions, and the answer is not made of it.
         others = table[table.measure != "by_position"]
         shown = grids(table if others.empty else others)
-    for grid in shown:
-        print(printable(f"{run.name}: {grid.title}\n{grid.cells.T.to_string(line_width=WIDTH)}\n"))
+    for title, cells in shown:
+        print(printable(f"{run.name}: {title}\n{cells.T.to_string(line_width=WIDTH)}\n"))
     print(*map(printable, answer(table)), sep="\n")
-
-
-def picture(runs: Runs, kind: str, reference: str = "rope") -> bytes:
-    """Return the first figure, the gain over cutting the text, as "svg", "png" or "pdf".
-
-    Raises ValueError: no run has measured its loss at several lengths.
-    """
-    from ropewalk.report import plot
-
-    return plot.written(plot.gain(results(runs, reference), plot.new()), kind)
 
 
 def write_beside(run: Path) -> Path:

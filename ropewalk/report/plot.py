@@ -14,7 +14,8 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -27,41 +28,41 @@ from scipy.optimize import isotonic_regression
 
 from ropewalk.files import printable
 from ropewalk.report.frame import START
-from ropewalk.report.table import BEST_POSSIBLE, losses_of_text, over_seeds
+from ropewalk.report.table import BEST_POSSIBLE, interval, losses_of_text, over_seeds
 
-
-class Palette(NamedTuple):
-    """Colours for one background.
-
-    Any two lines, the ink and the grey are at least 0.09 apart in Oklab, also as the colour-blind see them; the lines
-    have a contrast of at least 3 to the paper.
-    """
-
-    ink: str
-    muted: str
-    grid: str
-    paper: str
-    grey: str
-    lines: tuple[str, ...]
-
-    def variables(self) -> dict[str, str]:
-        """Return the colours by the names that they have in a style sheet."""
-        *others, lines = self
-        return dict(zip(self._fields, others, strict=False)) | {f"line{i}": line for i, line in enumerate(lines)}
-
-    def style(self) -> str:
-        """Return the colours as variables of a style sheet."""
-        return "".join(f"--{name}:{colour};" for name, colour in self.variables().items())
-
-
-LIGHT = Palette(
-    "#1b2026", "#5f6975", "#e3e6ea", "#ffffff", "#b4bac2",
-    ("#2647b1", "#df2474", "#cf7c07", "#2288a3", "#8609f8", "#5d5a0b", "#a47ef5", "#782358"),
-)  # fmt: skip
-DARK = Palette(
-    "#e4e7eb", "#9ca6b2", "#2b313a", "#14171c", "#59616c",
-    ("#31d4fc", "#f67dab", "#c07000", "#0ea96f", "#bd31ff", "#d8b64c", "#9892eb", "#9dff5e"),
-)  # fmt: skip
+# Colours for a light and for a dark background, by their names in a style sheet. Any two lines, the ink and the grey
+# are at least 0.09 apart in Oklab, also as the colour-blind see them; the contrast of a line to the paper is 3 or more.
+LIGHT = SimpleNamespace(
+    ink="#1b2026",
+    muted="#5f6975",
+    grid="#e3e6ea",
+    paper="#ffffff",
+    grey="#b4bac2",
+    line0="#2647b1",
+    line1="#df2474",
+    line2="#cf7c07",
+    line3="#2288a3",
+    line4="#8609f8",
+    line5="#5d5a0b",
+    line6="#a47ef5",
+    line7="#782358",
+)
+DARK = SimpleNamespace(
+    ink="#e4e7eb",
+    muted="#9ca6b2",
+    grid="#2b313a",
+    paper="#14171c",
+    grey="#59616c",
+    line0="#31d4fc",
+    line1="#f67dab",
+    line2="#c07000",
+    line3="#0ea96f",
+    line4="#bd31ff",
+    line5="#d8b64c",
+    line6="#9892eb",
+    line7="#9dff5e",
+)
+LINES = [colour for name, colour in vars(LIGHT).items() if name.startswith("line")]
 MARKERS = "os^DvPX*"
 MOST = len(MARKERS)  # lines with a colour
 WIDE, NARROW = (7.8, 4.4), (4.2, 4.0)  # inches: of a page, and of a phone or a column of a paper
@@ -69,8 +70,6 @@ SIZE = 9.5  # points of words
 DODGE = 1.2  # points from line to line, so that equal values and their intervals can be seen
 FLOOR = 0.01  # bits: an axis spans at least so much
 GREY, BEST, COLOURED, REFERENCE = 2, 3, 4, 5  # how far above the others lines are drawn
-OVER = {"itself": "gain", "reference": "lead"}  # columns
-VALIDATION = ("val/bits_per_byte", "val/error", "val/loss")  # the first that was recorded is drawn
 POINT = ["line", "seed", "x", "y", "low", "high"]  # columns of what is drawn; the interval may be NaN
 LONGEST = 24  # characters of a name at the end of a line
 Name = tuple[str, float, float, str]  # y and x of the end of a line, and its colour
@@ -106,7 +105,7 @@ def gain(
 
     Raises ValueError: the table has several sections, or no such line; NothingError: no run has measured that.
     """
-    column = OVER[over]
+    column = {"itself": "gain", "reference": "lead"}[over]
     rows = losses_of_text(table).sort_values("length", kind="stable")
     rows = rows[rows[column].notna() & ((rows.length >= rows.cut) | (column == "lead"))]
     if rows.empty:
@@ -123,7 +122,7 @@ def gain(
 
     # On the axis gains can be told apart: neither a failure nor the best possible may squeeze them, nor an interval.
     # The best line of the longest text is on it in any case, with its intervals.
-    points = rows[["line", "seed", "length", column, f"{column}_low", f"{column}_high"]].set_axis(POINT, axis=1)
+    points = rows[["line", "seed", "length", *interval(column)]].set_axis(POINT, axis=1)
     means = over_seeds(points)
     gains = means[means.line != BEST_POSSIBLE]
     last = gains[gains.x == gains.x.max()]
@@ -138,7 +137,7 @@ def gain(
     ax.xaxis.set_major_locator(ticker.FixedLocator(lengths, nbins=5))  # for so many words even a phone has room
     ax.minorticks_off()
     ax.set_xlabel("length of the text in tokens")
-    _draw(ax, points, _looks(rows, lines, ax), (lowest - pad, highest + pad), "{:+.2f}")
+    _draw(ax, points, _looks(rows, lines), (lowest - pad, highest + pad), "{:+.2f}")
     return ax
 
 
@@ -155,8 +154,9 @@ def curves(
 
     Raises ValueError: there is no such line; NothingError: no run was validated several times.
     """
-    y = next((name for name in VALIDATION if name in table and table[name].notna().any()), None)
-    if y is None or table.step[table[y].notna()].nunique() < 2:
+    validation = table.reindex(columns=["val/bits_per_byte", "val/error", "val/loss"])
+    y = validation.notna().any().idxmax()
+    if table.step[validation[y].notna()].nunique() < 2:
         raise NothingError("nothing to draw: no run was validated several times")
     ax = dressed(ax)
     titled(ax, f"In training: {y.replace('_', ' ')}", "the mean over the seeds")
@@ -167,7 +167,7 @@ def curves(
     rows = rows.assign(seed=None, low=math.nan, high=math.nan, reference=reference, zero_shot=False)
     if lines is None:
         lines = [line for line in rows.line.unique() if line != reference]
-    looks = {line: look | {"marker": ""} for line, look in _looks(rows, lines, ax).items()}
+    looks = {line: look | {"marker": ""} for line, look in _looks(rows, lines).items()}
     # The first validations are far above all that matters, and so is what diverged.
     late = rows[rows.x >= rows.x.max() / 4]
     best = rows.y.min()
@@ -193,7 +193,7 @@ def svg(draw: Callable[[Axes], object], size: tuple[float, float] = WIDE) -> str
     ax = new(size)
     draw(ax)
     text = written(ax, "svg").decode()
-    replacements = {colour: f"var(--{name})" for name, colour in LIGHT.variables().items()}
+    replacements = {colour: f"var(--{name})" for name, colour in vars(LIGHT).items()}
     for pattern, replacement in (SHORTER | replacements).items():
         text = re.sub(pattern, replacement, text, flags=re.DOTALL)
     label = f'role="img" aria-label="{escape(" ".join(ax.get_title(loc="left").split()))}"'
@@ -204,8 +204,13 @@ def svg(draw: Callable[[Axes], object], size: tuple[float, float] = WIDE) -> str
 def on_its_own(picture: str) -> str:
     """Return a figure from `svg` with the colours that it needs without a page, for light and dark."""
     words = "text{font-family:system-ui,sans-serif}"
-    dark = f"@media(prefers-color-scheme:dark){{:root{{{DARK.style()}}}}}"
-    return re.sub(r"(<svg[^>]*>)", rf"\1<style>{words}:root{{{LIGHT.style()}}}{dark}</style>", picture, count=1)
+    dark = f"@media(prefers-color-scheme:dark){{:root{{{style(DARK)}}}}}"
+    return re.sub(r"(<svg[^>]*>)", rf"\1<style>{words}:root{{{style(LIGHT)}}}{dark}</style>", picture, count=1)
+
+
+def style(palette: SimpleNamespace) -> str:
+    """Return the colours as variables of a style sheet."""
+    return "".join(f"--{name}:{colour};" for name, colour in vars(palette).items())
 
 
 def new(size: tuple[float, float] = WIDE) -> Axes:
@@ -225,8 +230,8 @@ def short(line: str, most: int = LONGEST) -> str:
 def chosen(table: pd.DataFrame) -> list[str]:
     """Return the lines that have colours: the best of each encoding at the longest text, and at most 8."""
     rows = losses_of_text(over_seeds(table))
-    rows = rows[(rows.length == rows.length.max()) & (rows.line != BEST_POSSIBLE) & (rows.line != rows.reference)]
-    rows = rows.sort_values("rank")
+    is_drawn = (rows.length == rows.length.max()) & (rows.line != BEST_POSSIBLE) & (rows.line != rows.reference)
+    rows = rows[is_drawn].sort_values("rank")
     best = rows.drop_duplicates("encoding").line
     return pd.concat([best, rows.line]).unique().tolist()[:MOST]
 
@@ -244,7 +249,7 @@ def dressed(ax: Axes | None) -> Axes:
     return ax
 
 
-def _looks(rows: pd.DataFrame, named: Sequence[str] | None, ax: Axes) -> dict[str, dict[str, Any]]:
+def _looks(rows: pd.DataFrame, named: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     """Return how each line is drawn: the reference in ink, the named ones in colours, all others grey."""
     named = list(chosen(rows) if named is None else named)[:MOST]
     unknown = set(named) - set(rows.line)
@@ -253,7 +258,7 @@ def _looks(rows: pd.DataFrame, named: Sequence[str] | None, ax: Axes) -> dict[st
     looks: dict[str, dict[str, Any]] = {
         line: {"color": LIGHT.grey, "linewidth": 1.0, "zorder": GREY, "marker": "."} for line in rows.line.unique()
     }
-    for line, color, marker in zip(named, LIGHT.lines, MARKERS, strict=False):
+    for line, color, marker in zip(named, LINES, MARKERS, strict=False):
         looks[line] = {"color": color, "linewidth": 1.8, "zorder": COLOURED, "marker": marker}
     for line in looks.keys() & set(rows.reference):
         looks[line] = {"color": LIGHT.ink, "linewidth": 2.4, "zorder": REFERENCE, "marker": "o"}
@@ -279,8 +284,9 @@ def _draw(
     ax.xaxis.set_major_formatter("{x:,.10g}")
     ax.xaxis.label.set(color=LIGHT.muted, fontsize=SIZE)
     ends = over_seeds(points).drop_duplicates("line", keep="last").set_index("line").sort_values("y", kind="stable")
+    low, high = limits
     names: list[Name] = []
-    for line in ends.index:
+    for line, x, end in zip(ends.index, ends.x, ends.y, strict=True):
         of_line = points[points.line == line]
         means = over_seeds(of_line)
         look = looks[line]
@@ -294,29 +300,31 @@ def _draw(
         dots = of_line[of_line.seed.notna()]
         if len(dots) > len(means):
             ax.plot(dots.x, dots.y, **look | {"marker": ".", "linestyle": ""}, markersize=2.5, alpha=0.45)
-        names.append(_name(line, ends.x[line], ends.y[line], limits, number, look["color"]))
+        # A line that ends off the axis has its last value beside its name.
+        words = ""
+        if math.isnan(end):
+            words = " diverged"
+        elif not low <= end <= high:
+            words = f" {'↓' if end < low else '↑'} {number.format(end)}"
+        place = float(np.nan_to_num(end, nan=high).clip(low, high))
+        names.append((short(line, LONGEST - len(words)) + words, place, x, look["color"]))
     if len(ends) > len(names):
-        names.append((f"{len(ends) - len(names)} more", limits[0], points.x.max(), LIGHT.grey))
+        names.append((f"{len(ends) - len(names)} more", low, points.x.max(), LIGHT.grey))
     name_ends(ax, names)
-
-
-def _name(line: str, x: float, end: float, limits: tuple[float, float], number: str, colour: str) -> Name:
-    """Return what stands at the end of a line: its name, with its last value if that is off the axis."""
-    low, high = limits
-    words = ""
-    if math.isnan(end):
-        words = " diverged"
-    elif not low <= end <= high:
-        words = f" {'↓' if end < low else '↑'} {number.format(end)}"
-    return short(line, LONGEST - len(words)) + words, float(np.nan_to_num(end, nan=high).clip(low, high)), x, colour
 
 
 def name_ends(ax: Axes, names: Sequence[Name]) -> None:
     """Write names right of the axes, each beside the end of its line and none upon another."""
     ax.figure.draw_without_rendering()  # type: ignore[union-attr]
     box = ax.get_window_extent()
-    wanted = [(ax.transData.transform((x, y))[1] - box.y0) / box.height for _, y, x, _ in names]
-    places = spread(wanted, 1.25 * SIZE * ax.figure.dpi / 72 / box.height)
+    wanted = np.array([(ax.transData.transform((x, y))[1] - box.y0) / box.height for _, y, x, _ in names])
+    # As near to the wanted places as can be, and in their order. Without the room that the names below one take, places
+    # must only not fall: the least squares of a regression.
+    order = np.argsort(wanted, kind="stable")
+    below = 1.25 * SIZE * ax.figure.dpi / 72 / box.height * np.arange(len(names))
+    rising = isotonic_regression(wanted[order] - below).x
+    places = np.empty(len(names))
+    places[order] = np.clip(rising, 0.0, max(0.0, 1.0 - below[-1])) + below
     for (name, y, x, color), place in zip(names, places, strict=True):
         ax.annotate(
             name, (x, y), xytext=(1.05, place), textcoords="axes fraction", annotation_clip=False, va="center",
@@ -325,16 +333,6 @@ def name_ends(ax: Axes, names: Sequence[Name]) -> None:
                 "arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5),
             },
         )  # fmt: skip
-
-
-def spread(wanted: Sequence[float], room: float) -> list[float]:
-    """Return places at least `room` apart, as near to the wanted ones as can be, and in their order, within 0 and 1."""
-    # Without the room that the names below one take, places must only not fall: the least squares of a regression.
-    order = np.argsort(wanted, kind="stable")
-    below = room * np.arange(len(wanted))
-    rising = isotonic_regression(np.array(wanted)[order] - below).x
-    places = np.clip(rising, 0.0, max(0.0, 1.0 - below[-1])) + below
-    return places[np.argsort(order)].tolist()
 
 
 def titled(ax: Axes, title: str, note: str) -> None:

@@ -23,7 +23,7 @@ BEST_POSSIBLE = "best possible"  # the line of the best possible predictor, wher
 FAR = "far"  # the part that holds all parts which need text from beyond train_len
 LEARNED = 10.0  # a seed has learned a task if at most so many percent of its answers are wrong where it was trained
 OF_PART = ["task", "difficulty", "depth", "span_start", "span_end", "continuation"]
-# Each of these has columns of its interval too, such as gain_low and gain_high.
+# The paired differences of a line. Each has columns of its `interval`.
 PAIRED = {
     "gain": "loss of the line `base` on the text cut to `cut` tokens, its training length, minus the loss on all of it",
     "lead": "loss of the line `reference` on the text cut to its training length, minus the loss on all of it",
@@ -32,19 +32,26 @@ PAIRED = {
     "above": "minus the best possible predictor",
     "share": "of the gain that is possible",
 }
-INTERVALS = [f"{name}{end}" for name in PAIRED for end in ("", "_low", "_high")]
 OF_LINE = [  # columns that are the same in all rows of a line
     "train_len", "cut", "line", "base", "encoding", "variant", "scale", "reading", "zero_shot", "step", "settings",
     "reference", *COSTS,
 ]  # fmt: skip
+
+
+def interval(column: str) -> list[str]:
+    """Return the columns of a number and of the ends of its interval."""
+    prefix = "" if column == "value" else f"{column}_"
+    return [column, f"{prefix}low", f"{prefix}high"]
+
+
 COLUMNS = [
     # Who was measured, and by what.
     "section", "data", "train_len", "cut", "line", "base", "encoding", "variant", "scale", "reading", "zero_shot",
     "step", "settings", "run", "path", "seed", "seeds",
     "measure", "quantity", "unit", "eval", *OF_PART, "part", "length", "times", "texts", "documents", "learned",
     # The numbers, and what they mean.
-    "value", "low", "high", *INTERVALS, "reference", "rank", "tied", "tolerance", "verdict",
-    *COSTS, *PROVENANCE,
+    *(name for column in ("value", *PAIRED) for name in interval(column)),
+    "reference", "rank", "tied", "tolerance", "verdict", *COSTS, *PROVENANCE,
 ]  # fmt: skip
 
 
@@ -120,9 +127,9 @@ class Measure:
         first = rows.iloc[0]
         self.is_task = first.quantity == "error"
         self.sign = 1 if LOWER_IS_BETTER[first.quantity] else -1
-        config = runs.configs[first.path]
-        self.common: Row = {name: first[name] for name in ("section", "quantity", "unit", "eval", "texts")}
-        self.common |= {
+        config = runs.runs.config[first.path]
+        self.common: Row = {
+            **first[["section", "quantity", "unit", "eval", "texts"]],
             "data": config["data.name"],
             "measure": first.kind,
             "tolerance": float(config.get("eval.tolerance", 0)),
@@ -175,21 +182,24 @@ class Measure:
         if self.is_task:
             row["learned"] = sum((key.line, of_run) in self.learned for of_run in by_seed)
         mean = self.means[key] if seed is None else self._mean(key, by_seed)
-        for name, estimated in {"": mean, **self._paired(key, by_seed)}.items():
-            row |= _columns(name, estimated)
+        for column, e in {"value": mean, **self._paired(key, by_seed)}.items():
+            row |= zip(interval(column), e[:3], strict=True)
         if "gain" in row:
             row["verdict"] = verdict(row["gain_low"], row["gain_high"], row["tolerance"])
         return row
 
-    def _paired(self, key: Key, by_seed: BySeed) -> dict[str, Estimate | None]:
+    def _paired(self, key: Key, by_seed: BySeed) -> dict[str, Estimate]:
         """Return the paired differences of a cell by name; see `PAIRED`."""
         if self.is_task:
             return {}
         line = self.lines[key.line]
-        cut = self._on_cut_text(line["base"], key)
+        cut = self.cells.get(Key(line["base"], key.part, min(key.length, line["cut"])), {})
         pairs: dict[str, tuple[BySeed, BySeed]] = {}
         if self.common["measure"] == "lengths":
-            pairs |= {"gain": (cut, by_seed), "lead": (self._on_cut_text(line["reference"], key), by_seed)}
+            # The best possible predictor has no reference.
+            of_reference = min(key.length, self.lines.get(line["reference"], line)["train_len"])
+            led = self.cells.get(Key(line["reference"], key.part, of_reference), {})
+            pairs |= {"gain": (cut, by_seed), "lead": (led, by_seed)}
         best_possible = self.cells.get(key._replace(line=BEST_POSSIBLE), {})
         if key.line != BEST_POSSIBLE:
             best, *_ = self.ranked[key.part, key.length]
@@ -206,13 +216,7 @@ class Measure:
         # If longer text is worth nothing even to the best predictor, a share has no meaning.
         if key.line != BEST_POSSIBLE and gained and possible and statistics.estimate(possible).low > 0:
             paired["share"] = statistics.share(gained, possible)
-        return paired
-
-    def _on_cut_text(self, line: Any, key: Key) -> BySeed:
-        """Return what a line measured on the text cut to its training length; nothing if there is no such line."""
-        if line not in self.lines:
-            return {}
-        return self.cells.get(Key(line, key.part, min(key.length, self.lines[line]["train_len"])), {})
+        return {name: e for name, e in paired.items() if e is not None}
 
     def _pool_far_parts(self) -> None:
         """Add a part that holds what all parts tell which need text from beyond train_len, summed text by text.
@@ -285,7 +289,10 @@ def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> dict[str, Row]:
     lines["reading"] = lines.reading.mask(lines.reading == "", has_start.map({True: AFTER, False: "as trained"}))
     if reference not in lines.index:
         of_encoding = [line for line in trained if lines.encoding[line] == reference]
-        reference = _most_usual(lines.loc[of_encoding or [*trained] or lines.index], runs)
+        paths = lines.path[of_encoding or [*trained] or lines.index]
+        settings = pd.DataFrame([compared(config) for config in runs.runs.config[paths]], paths.index).map(str)
+        # The line that has most of the settings which are the most frequent among these.
+        reference = settings.eq(settings.mode().iloc[0]).sum(axis=1).idxmax()
     lines["reference"] = start.where(has_start, reference)
 
     # The best possible predictor is like the reference, but for what it is.
@@ -293,12 +300,6 @@ def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> dict[str, Row]:
     optimum = {"line": BEST_POSSIBLE, "base": BEST_POSSIBLE, "train_len": train_len, "cut": train_len}
     optimum |= dict.fromkeys(("encoding", "variant", "reading", "settings", "reference"), "") | {"zero_shot": False}
     return lines[OF_LINE].to_dict("index") | {BEST_POSSIBLE: optimum}
-
-
-def _most_usual(lines: pd.DataFrame, runs: Runs) -> Any:
-    """Return the line that has most of the settings which are the most frequent among some lines."""
-    settings = pd.DataFrame([compared(runs.configs[path]) for path in lines.path], lines.index).map(str)
-    return settings.eq(settings.mode().iloc[0]).sum(axis=1).idxmax()
 
 
 def _learned(rows: pd.DataFrame) -> set[tuple[str, int]]:
@@ -330,11 +331,3 @@ def _minus(a: BySeed, b: BySeed) -> Sample | None:
 
 def _estimate(sample: Sample | None) -> Estimate | None:
     return statistics.estimate(sample) if sample else None
-
-
-def _columns(name: str, e: Estimate | None) -> dict[str, float]:
-    """Return an estimate as columns."""
-    if e is None:
-        return {}
-    prefix = f"{name}_" if name else ""
-    return {name or "value": e.value, f"{prefix}low": e.low, f"{prefix}high": e.high}

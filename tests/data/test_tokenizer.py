@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from data.hf_tokenizer import HFTokenizer, pre_tokenizer
 from data.tokenizer import FILE_PATTERN, Tokenizer
-from ropewalk.evaluation.measures.far_copies import inputs_of
+from ropewalk.evaluation.measures.far_copies import only
 from ropewalk.hf.tokenizers import write
 
 BYTES = Tokenizer("bytes")
@@ -302,7 +302,7 @@ def test_windows_and_prompts_begin_as_the_tokenizer_begins_texts(tmp_path):
         assert torch.equal(x, expected_x)
         assert torch.equal(y, expected_y)
 
-    cut = inputs_of(x, slice(3, 6), start)  # also where a part of a text is read alone
+    cut, _ = only(part, slice(3, 6)).batch(0, 4)  # also where a part of a text is read alone
 
     assert cut[:, 0].tolist() == [start] * len(x)
     assert torch.equal(cut[:, 1:], x[:, 4:6])

@@ -89,8 +89,9 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
             octave, is_other = divmod(int(i), 2)
             span = (2**octave, 2 ** (octave + 1) - 1)
             continuation = "other" if is_other else "same"
-            part = whole.measured(length, int(i), baseline=baseline, texts=texts, span=span, continuation=continuation)
-            measured.append(part)
+            measured.append(
+                whole.measured(length, int(i), baseline=baseline, texts=texts, span=span, continuation=continuation)
+            )
         return measured
 
     settings = {
@@ -136,23 +137,18 @@ def nats_of_cut(score: Scorer, texts: EvalSet, groups: Tensor, n_groups: int, sh
     for window, n_scored in windows(texts.length, short):
         of_window = groups[:, window].clone()
         of_window[:, :n_scored] = -1
-        total = total + score(_only(texts, window), of_window, n_groups).nats
+        total = total + score(only(texts, window), of_window, n_groups).nats
     return total
 
 
-def _only(texts: EvalSet, window: slice) -> EvalSet:
-    """Return only the tokens of `window` of every text."""
+def only(texts: EvalSet, window: slice) -> EvalSet:
+    """Return only the tokens of `window` of every text, which begins as whole texts do, if they have such a token."""
 
     def batch(first: int, last: int) -> tuple[Tensor, Tensor]:
         x, y = texts.batch(first, last)
-        return inputs_of(x, window, texts.text_start), y[:, window]
+        part = x[:, window].clone()
+        if texts.text_start is not None:
+            part[:, 0] = texts.text_start
+        return part, y[:, window]
 
     return EvalSet("cut", window.stop - window.start, texts.n, batch)
-
-
-def inputs_of(x: Tensor, window: slice, text_start: int | None) -> Tensor:
-    """Return a window of texts [B, T], which begins with the token that texts begin with, if there is one."""
-    part = x[:, window].clone()
-    if text_start is not None:
-        part[:, 0] = text_start
-    return part

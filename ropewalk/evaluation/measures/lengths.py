@@ -31,8 +31,7 @@ def lengths(data: Data, cfg: Config) -> Plan:
     """Return the measure of the loss on the same targets at every length."""
     # The same texts at every length; only how much of them is read before the targets differs.
     sets = data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=cfg.eval.sequences)
-    hashes = [part.texts_hash for part in sets]
-    settings = length_settings(cfg) | {"texts": hash_texts(*hashes)}
+    settings = length_settings(cfg) | {"texts": hash_texts(*(part.texts_hash for part in sets))}
     jobs = []
     for part in sets:
         optimum = cache(partial(_optimum, data, part))  # computed once for all variants
@@ -42,9 +41,8 @@ def lengths(data: Data, cfg: Config) -> Plan:
 
 def _score(data: Data, part: EvalSet, optimum: Callable[[int], np.ndarray | None], score: Scorer) -> list[Measured]:
     sums = score(part)
-    if data.task:
-        return [sums.measured(part.length, texts=part, task=data.task, difficulty=part.name)]
-    return [sums.measured(part.length, optimum=optimum(len(sums.nats)), texts=part)]
+    what: dict[str, Any] = {"task": data.task, "difficulty": part.name} if data.task else {}
+    return [sums.measured(part.length, optimum=optimum(len(sums.nats)), texts=part, **what)]
 
 
 def _optimum(data: Data, part: EvalSet, n: int) -> np.ndarray | None:

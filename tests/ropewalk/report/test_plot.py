@@ -53,12 +53,7 @@ OKLAB = [
 @pytest.mark.parametrize("palette", [plot.LIGHT, plot.DARK])
 def test_any_two_colours_differ_for_everyone(palette, kind):
     """Also from the paper."""
-    colours = [
-        *palette.lines,
-        palette.ink,
-        palette.grey,
-        palette.paper,
-    ]
+    colours = [colour for name, colour in vars(palette).items() if name not in ("muted", "grid")]
     rgb = np.array([to_rgb(colour) for colour in colours])
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     seen = linear @ np.transpose(SEEN_AS[kind])
@@ -92,8 +87,8 @@ def of_colour(ax, colour):
 def test_lines_are_the_means_of_the_table_and_dots_its_seeds(table, over, column, shortest):
     ax = plot.gain(table, plot.new(), lines=["fox", "alibi"], over=over)
     colours = {
-        "fox": plot.LIGHT.lines[0],
-        "alibi": plot.LIGHT.lines[1],
+        "fox": plot.LINES[0],
+        "alibi": plot.LINES[1],
         "rope": plot.LIGHT.ink,
     }
     for line, colour in colours.items():
@@ -148,7 +143,7 @@ def test_curves_are_means_over_the_seeds_and_end_on_the_axis():
     )
     seeds = [first.assign(**{"val/loss": steps + seed}) for seed in range(3)]
     ax = plot.curves(pd.concat(seeds), plot.new())
-    mean, *_ = of_colour(ax, plot.LIGHT.lines[0])
+    mean, *_ = of_colour(ax, plot.LINES[0])
     np.testing.assert_array_equal(mean.T, [4 * steps, steps + 1])
     assert ax.get_ylim()[1] > 9
 

@@ -315,7 +315,7 @@ def test_results_in_one_file_are_compared_like_their_runs(tmp_path):
     write_runs(tmp_path / "c", "rope", config={"optim.lr": 0.5}, falls=0.06)  # a name that is in `a`, too
     file = tmp_path / "a.jsonl.gz"
     runs = frame.load([tmp_path / "a", tmp_path / "c"])
-    archive.write(file, runs.runs, runs.configs, runs.results)
+    archive.write(file, runs.runs, runs.results)
     own = results(frame.load(tmp_path))
     theirs = results(frame.load([file, tmp_path / "b"]))
     columns = ["line", "seed", "length", "value", "low", "high", "gain", "difference", "behind"]
