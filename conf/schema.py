@@ -173,7 +173,8 @@ class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     def _divisible(self) -> "GPTConfig":
         if self.head_dim is None and self.dim % self.n_head:
             # The nearest number of heads that divides dim; 1 always does.
-            best = min((n for n in range(1, self.dim + 1) if self.dim % n == 0), key=lambda n: abs(n - self.n_head))
+            divisors = [n for n in range(1, self.dim + 1) if self.dim % n == 0]
+            best = min(divisors, key=lambda n: abs(n - self.n_head))
             raise ValueError(f"model.n_head={self.n_head} does not divide dim={self.dim}; try model.n_head={best}")
         if self.n_head % self.kv_heads:
             raise ValueError(f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}")

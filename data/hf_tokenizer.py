@@ -26,7 +26,8 @@ PROBE = "Rope 1é漢\n\t<x>"  # a text that every tokenizer must be able to expr
 # ascending order, as the characters from 256 on. BYTE_OF is {character: byte}.
 _PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
 _UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
-BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_UNPRINTABLE)}
+BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
+BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(_UNPRINTABLE)}
 CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
 
 
@@ -139,9 +140,10 @@ def _end_token(folder: Path, backend: Any, name: str) -> int:
         end: Any = backend.token_to_id(str(token)) if token else values.get("eos_token_id")
         if isinstance(end, list):  # several tokens may end a text; the first one is ours
             end = next(iter(end), None)
-        # Somebody else's file may have anything here. The end of a document must be certain: a token that ordinary text
-        # can also give would not mark it.
-        text = backend.id_to_token(end) if type(end) is int and 0 <= end < MAX_RANK else None
+        # Somebody else's file may have anything here.
+        is_id = type(end) is int and 0 <= end < MAX_RANK
+        text = backend.id_to_token(end) if is_id else None
+        # The end of a document must be certain: a token that ordinary text can also give would not mark it.
         if text is not None and end not in backend.encode(text, add_special_tokens=False).ids:
             return end
     remedy = f"name one as eos_token in {folder}/tokenizer_config.json"
@@ -173,4 +175,6 @@ def _byte_pieces(backend: Any, vocab_size: int) -> tuple[list[bytes], torch.Tens
 
 def _byte_level(token: str) -> bytes:
     # As the library does, which takes a name with other characters as it is.
-    return bytes(map(BYTE_OF.__getitem__, token)) if BYTE_OF.keys() >= set(token) else token.encode()
+    if set(token) - BYTE_OF.keys():
+        return token.encode()
+    return bytes(BYTE_OF[character] for character in token)

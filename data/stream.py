@@ -169,13 +169,15 @@ class TextData(Data):
         owners = np.repeat(order, counts)
         turns = np.arange(len(owners)) - np.repeat(counts.cumsum() - counts, counts)
         first = np.argsort(turns, kind="stable")[:sequences]
-        ends = offsets[owners[first]] + (turns[first] + 1) * longest
+        pieces = owners[first]
+        ends = offsets[pieces] + (turns[first] + 1) * longest
         # The document of each text is its file. If all are from one file, its pieces count as documents instead; if
         # they are from one piece, each text counts as a document of its own.
         documents = None
-        for numbers in (owners[first], split.files[owners[first]]):
+        for numbers in (split.files[pieces], pieces):
             if len(np.unique(numbers)) > 1:
                 documents = numbers.tolist()
+                break
         return [self._eval_set(ends, length, target_tokens, documents) for length in lengths]
 
     def _eval_set(
@@ -212,5 +214,6 @@ def _window_starts(ranks: np.ndarray, tokens: int, length: int, seed: int) -> np
     for epoch in np.unique(epochs):
         phase, *keys = np.random.SeedSequence([seed, int(epoch)]).generate_state(5, np.uint64)
         rows = epochs == epoch
-        starts[rows] = int(phase) % tokens + length * feistel_permutation(windows[rows], n, keys)
+        shuffled = feistel_permutation(windows[rows], n, keys)
+        starts[rows] = int(phase) % tokens + length * shuffled
     return starts

@@ -183,7 +183,8 @@ def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
             remedy = "a folder's files are data.files='FOLDER/**/*', and [[] stands for a bracket"
             raise ValueError(f"data.files={pattern} matches no file (seen from {Path.cwd()}); {remedy}")
         paths += files
-        folders.append(Path(*itertools.takewhile(lambda part: not re.search(r"[*?[]", part), path.parts[:-1])))
+        without_wildcards = itertools.takewhile(lambda part: not re.search(r"[*?[]", part), path.parts[:-1])
+        folders.append(Path(*without_wildcards))
     folder = os.path.commonpath(folders)
     # Links may give a file several names. The first in the alphabet counts, on any file system.
     name_of: dict[Path, str] = {}

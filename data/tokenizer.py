@@ -61,8 +61,10 @@ class Tokenizer:
 
         # The hash covers everything that decides the ids of a text: runs and results are compared by it.
         special_ids = set(special.values())
-        lines = [f"{i} {i in special_ids:d} {piece.hex()}\n" for i, piece in enumerate(self.pieces)]
-        self.hash = hashlib.sha256("".join([f"{self.pattern}\n{self.eot}\n", *lines]).encode()).hexdigest()
+        lines = [f"{self.pattern}\n{self.eot}\n"]
+        lines += [f"{i} {i in special_ids:d} {piece.hex()}\n" for i, piece in enumerate(self.pieces)]
+        content = "".join(lines)
+        self.hash = hashlib.sha256(content.encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, unsigned integers [tokens]. Lone surrogates, which UTF-8 lacks, are replaced."""

@@ -161,9 +161,10 @@ class Markov(Generated):
             n_pair[:, before] = sums_from(same_pair)
             log_likelihood = self._log_posterior_mean(n_pair[:, upto], n_context[:, upto])
             joint = log_weights[:, upto] + log_likelihood
-            # numpy's logaddexp.reduce takes several times as long.
+            # The logarithm of the sum of exponentials; numpy's logaddexp.reduce takes several times as long.
             largest = joint.max(axis=1, keepdims=True)
-            log_evidence = largest + np.log(np.exp(joint - largest).sum(axis=1, keepdims=True))  # [B, 1]
+            sums = np.exp(joint - largest).sum(axis=1, keepdims=True)
+            log_evidence = largest + np.log(sums)  # [B, 1]
             losses[:, place] = -log_evidence[:, 0]
             log_weights[:, upto] = joint - log_evidence
         return losses

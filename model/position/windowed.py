@@ -225,4 +225,5 @@ class SinksWindow(HardWindow):
 
     def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
         # The first tokens are in zone 0 as long as they are in the window, then in zone 1. Others have HardWindow's.
-        return torch.where(j < self.sinks, (i - j >= self.near_window).long(), super().zone(i, j, length))
+        of_first = (i - j >= self.near_window).long()
+        return torch.where(j < self.sinks, of_first, super().zone(i, j, length))

@@ -41,7 +41,11 @@ def program(schema: type[S]) -> Callable[[Callable[[S], Any]], Task]:
     """Decorate the main function of a program: it gets what Hydra has composed as an instance of `schema`."""
 
     def decorate(function: Callable[[S], Any]) -> Task:
-        return functools.wraps(function)(lambda config: function(parse(schema, plain(config))))
+        @functools.wraps(function)
+        def main(config: DictConfig) -> Any:
+            return function(parse(schema, plain(config)))
+
+        return main
 
     return decorate
 
@@ -68,8 +72,10 @@ def run(module: str) -> NoReturn:
                 if flags.help:
                     print(help_text(sys.modules["__main__"].__doc__ or "", config))
                 elif flags.cfg:
-                    complete = import_module("ropewalk.app.init_from").merged if name == TRAIN else dict
-                    print(yaml.safe_dump(complete(plain(config)), sort_keys=False), end="")
+                    values = plain(config)
+                    if name == TRAIN:
+                        values = import_module("ropewalk.app.init_from").merged(values)
+                    print(yaml.safe_dump(values, sort_keys=False), end="")
                 else:
                     import_module(module).main(config)
         sys.stdout.flush()
@@ -156,10 +162,12 @@ def recipe(config: DictConfig) -> str:
     """
     choices = config.hydra.runtime.choices
     source = config.get("init_from")
-    experiment = choices.get("data") if source is None else "extend"
-    if choices.get("experiment") or not str(source or "hf:").startswith("hf:"):
+    starts_from_run = source and not str(source).startswith("hf:")
+    if choices.get("experiment") or starts_from_run:
         return ""
-    return experiment if (CONF_DIR / "experiment" / f"{experiment}.yaml").is_file() else ""
+    experiment = choices.get("data") if source is None else "extend"
+    file = CONF_DIR / "experiment" / f"{experiment}.yaml"
+    return experiment if file.is_file() else ""
 
 
 def _search_path() -> list[str]:
@@ -192,7 +200,8 @@ def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, 
                 entry[group] = _BASE
     store(_BASE, literal(dict(under)), group=_BASE, package="_global_")
     # After the program's own defaults, but before an experiment, which is the last of them.
-    defaults.insert(len(defaults) - ({"experiment": None} in defaults), {_BASE: _BASE})
+    has_experiment = {"experiment": None} in defaults
+    defaults.insert(len(defaults) - has_experiment, {_BASE: _BASE})
     store(f"over_{_BASE}", program)
     with composed(f"over_{_BASE}", *section.overrides.task) as config:
         return plain(config)

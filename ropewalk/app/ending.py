@@ -11,14 +11,13 @@ def show_results(run: RunDir) -> None:
     page.show(run.path, run.cfg)
     record = read_training(run.path)
     validation = record["validation"]
-    losses = {
-        "nats per token": "loss",
-        "bits per byte": "bits_per_byte",
-        "% wrong": "error",
+    units = {
+        "loss": "nats per token",
+        "bits_per_byte": "bits per byte",
+        "error": "% wrong",
     }
-    said = [f"{validation[key]:.4f} {unit}" for unit, key in losses.items() if validation[key] is not None]
+    said = [f"{validation[key]:.4f} {unit}" for key, unit in units.items() if validation[key] is not None]
     print(f"validation loss {', '.join(said)}, on {validation['tokens']:,} tokens in windows of {validation['length']}")
-    print(
-        "trained {steps} steps, {tokens:,} tokens in {seconds:.0f} s: {tokens_per_s:,.0f} tokens/s".format_map(record)
-    )
+    speed = f"{record['seconds']:.0f} s: {record['tokens_per_s']:,.0f} tokens/s"
+    print(f"trained {record['steps']} steps, {record['tokens']:,} tokens in {speed}")
     print(f"to look at: {page.write_beside(run.path)}")

@@ -146,8 +146,14 @@ def _of_checkpoint(cfg: Config, path: Path, step: int, cache_dir: str) -> Config
     values = cfg.model_dump()
     values["trainer"]["max_steps"] = 0
     values["eval"]["at"] = []
-    name = {"name": f"{path.name}-step{step}", "runs_dir": str(path.parent)}
-    return check(values | name | {"init_from": f"{path}@{step}", "stages": [], "data": data_options(path, cache_dir)})
+    own = {
+        "name": f"{path.name}-step{step}",
+        "runs_dir": str(path.parent),
+        "init_from": f"{path}@{step}",
+        "stages": [],
+        "data": data_options(path, cache_dir),
+    }
+    return check(values | own)
 
 
 def _load_checkpoint(folder: Path, step: int, net: GPT) -> None:

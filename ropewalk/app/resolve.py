@@ -5,7 +5,6 @@ weights.
 """
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +51,12 @@ def resolve(values: Mapping[str, Any]) -> Config:
 def _with_length(cfg: Config, length: int) -> Config:
     """Return `cfg` with the training length of the model it starts from among eval.lengths: gains are over it."""
     # A shorter text than all others would have fewer targets than the user has asked for.
-    if length >= cfg.train_len or length in cfg.lengths or length < (cfg.eval.target_tokens or 1):
+    shortest = cfg.eval.target_tokens or 1
+    if length >= cfg.train_len or length in cfg.lengths or length < shortest:
         return cfg
     lengths = sorted([*cfg.eval.lengths, length / cfg.train_len])
-    return cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"lengths": lengths})})
+    evaluation = cfg.eval.model_copy(update={"lengths": lengths})
+    return cfg.model_copy(update={"eval": evaluation})
 
 
 def load_config(run: Path) -> Config:
@@ -68,7 +69,8 @@ def load_config(run: Path) -> Config:
 def with_variants(cfg: Config, encodings: Iterable[dict[str, Any]]) -> Config:
     """Return `cfg` with these encodings, each once, as its eval.variants."""
     distinct = {str(pe): pe for pe in encodings}
-    return cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"variants": [*distinct.values()]})})
+    evaluation = cfg.eval.model_copy(update={"variants": [*distinct.values()]})
+    return cfg.model_copy(update={"eval": evaluation})
 
 
 def for_this_machine(cfg: Config) -> tuple[Config, Hardware]:
@@ -107,8 +109,10 @@ def check(values: Mapping[str, Any]) -> Config:
     if given.init_from:
         words = [Path(given.init_from).name, pe["name"], str(given.train_len)]
     seed = f"-s{given.seed}" if given.seed else ""
-    cfg = given.model_copy(update={"pe": pe, "name": given.name or "-".join(words) + seed})
-    cfg = cfg.model_copy(update={"stages": [_resolve_stage(cfg, stage, net) for stage in cfg.stages]})
+    name = given.name or "-".join(words) + seed
+    cfg = given.model_copy(update={"pe": pe, "name": name})
+    stages = [_resolve_stage(cfg, stage, net) for stage in cfg.stages]
+    cfg = cfg.model_copy(update={"stages": stages})
     rules = [
         *_rules_of_evaluation(cfg, net),
         *_rules_of_training(cfg, net),
@@ -158,7 +162,9 @@ Rules = list[tuple[bool, str]]  # (whether keys contradict each other, or the en
 
 def _rules_of_evaluation(cfg: Config, net: GPT) -> Rules:
     shortest = min(cfg.lengths)
-    max_len = max_len_of(at_scale(net.encodings, max(scales_of(net.encodings)), cfg.train_len)) or shortest
+    largest_scale = max(scales_of(net.encodings))
+    scaled = at_scale(net.encodings, largest_scale, cfg.train_len)
+    max_len = max_len_of(scaled) or shortest  # without a limit the shortest is short enough
     late = [step for step in cfg.eval.at if step > cfg.trainer.max_steps]
     return [
         (shortest < cfg.target_tokens,
@@ -234,8 +240,11 @@ def base_model(source: str | None) -> dict[str, Any]:
     """
     if source is None:
         return {}
-    read = hf.read_model(source).describe if source.startswith("hf:") else partial(serialization.describe, source)
-    return read() | {"source": source}
+    if source.startswith("hf:"):
+        description = hf.read_model(source).describe()
+    else:
+        description = serialization.describe(source)
+    return description | {"source": source}
 
 
 def original_len(cfg: Config, base: Options) -> int:
@@ -275,7 +284,8 @@ def variants(trained: Options, wanted: Iterable[str | Options], longest: float |
         given = {"pe": spec} if isinstance(spec, str) else spec
         pe = encoding(given)
         if "pe" in given:  # else it has all options already
-            pe |= shared_options(trained, pe) | {key: value for key, value in given.items() if key in pe}
+            own = {key: value for key, value in given.items() if key in pe}
+            pe |= shared_options(trained, pe) | own
             if longest and "scale" not in given and pe.get("scale", 1) > 1:  # dynamic_ntk's is 1 for any length
                 pe["scale"] = max(1.0, longest * trained["train_len"] / pe["original_len"])
         resolved.append(readable(trained, pe, remedy="fine-tune with train.py init_from=... instead"))
@@ -293,13 +303,16 @@ def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = Fal
     model, length = parse(GPTConfig, trained["model"]), trained["train_len"]
     _, old_net = resolve_encoding(trained["pe"], model, length)
     options, net = resolve_encoding(pe, model, length)
-    family, old_family = family_of(net.encodings), family_of(old_net.encodings)
-    unread = [new for old, new in zip(old_net.encodings, net.encodings, strict=True) if new.family != old.family]
+    family = family_of(net.encodings)
+    old_family = family_of(old_net.encodings)
     # Options decide the shapes of parameters, and whether layers share them.
-    shapes, old_shapes = ({name: p.shape for name, p in of.named_parameters()} for of in (net, old_net))
+    shapes = {name: p.shape for name, p in net.named_parameters()}
+    old_shapes = {name: p.shape for name, p in old_net.named_parameters()}
+    reads_all = family == old_family and shapes == old_shapes
+    unread = [new for old, new in zip(old_net.encodings, net.encodings, strict=True) if new.family != old.family]
     # Nothing that was trained may be lost by it.
-    drops = all(pe.family == NO_ENCODING for pe in unread) and shapes.keys() == old_shapes.keys()
-    if (family, shapes) != (old_family, old_shapes) and not (dropping and drops):
+    only_drops = all(new.family == NO_ENCODING for new in unread) and shapes.keys() == old_shapes.keys()
+    if not (reads_all or (dropping and only_drops)):
         theirs = f"{trained['pe']['name']} ({old_family})"
         if family == old_family:
             theirs += ", whose parameters have other shapes"

@@ -190,7 +190,8 @@ class RunDir:
     def truncate_metrics(self, step: int) -> None:
         """Drop the rows that a run resumed after `step` will write again, and a last line that was cut short."""
         rows = read_metrics(self.path) if self.metrics.is_file() else ()
-        write_text(self.metrics, "".join(json.dumps(sealed(row)) + "\n" for row in rows if row["step"] <= step))
+        lines = [json.dumps(sealed(row)) + "\n" for row in rows if row["step"] <= step]
+        write_text(self.metrics, "".join(lines))
 
 
 @contextmanager

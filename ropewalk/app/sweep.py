@@ -118,7 +118,9 @@ def plan(overrides: Sequence[str]) -> list[RunDir]:
         raise ConfigError("trainer.devices: a job of a sweep is one process: leave out -m, or trainer=ddp or fsdp")
     runs = [RunDir(cfg) for cfg in configs]
     if len({run.path for run in runs}) < len(runs):
-        runs = [RunDir(_with_name(cfg, varying)) for cfg, (_, varying) in zip(configs, jobs, strict=True)]
+        runs = []
+        for cfg, (_, varying) in zip(configs, jobs, strict=True):
+            runs.append(RunDir(_with_name(cfg, varying)))
     for run in runs:
         run.check()
     return runs
@@ -133,14 +135,16 @@ def _jobs(name: str, overrides: Sequence[str]) -> list[Job]:
     of_files = [str(o.input_line) for o in fixed if "." not in o.get_key_element() or o.is_hydra_override()]
     with composed(name, *of_files) as config:
         swept = config.hydra.sweeper.get("params") or {}
+    in_file = [f"{key}={value}" for key, value in swept.items()]
     choices = {}
     # First what a file sweeps, then the command line, in which a later override replaces an earlier one.
-    for override in [*parser.parse_overrides([f"{key}={value}" for key, value in swept.items()]), *given]:
+    for override in [*parser.parse_overrides(in_file), *given]:
         key = override.get_key_element()
         choices[key] = [str(override.input_line)]
         if override.is_sweep_override():
             choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
-    varying = {option for options in choices.values() if len(options) > 1 for option in options}
+    several = [options for options in choices.values() if len(options) > 1]
+    varying = set(itertools.chain(*several))
     jobs = itertools.product(*choices.values())
     return [(job, [option for option in job if option in varying]) for job in jobs]
 

@@ -111,7 +111,10 @@ def _model(net: GPT, encodings: Encodings, reach: int) -> Any:
     """
     refused = {kind: arch.refused(net.cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
     # One that lacks the kind of positions is worse than one that lacks other settings.
-    badness = {kind: (any(key.startswith("pe=") for key in lacking), len(lacking)) for kind, lacking in refused.items()}
+    badness = {}
+    for kind, lacking in refused.items():
+        lacks_positions = any(key.startswith("pe=") for key in lacking)
+        badness[kind] = lacks_positions, len(lacking)
     kind = min(refused, key=badness.__getitem__)
     if refused[kind]:
         nearest = f"the nearest model of transformers, {ARCHITECTURES[kind].name}"

@@ -68,7 +68,8 @@ class Shared(Reading):
 
     def scored(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         # A rank may have no target of its own. The mean over the ranks is the mean over all targets.
-        return self.own(targets, IGNORE_INDEX), (targets != IGNORE_INDEX).sum() / self.size
+        n_targets = (targets != IGNORE_INDEX).sum() / self.size
+        return self.own(targets, IGNORE_INDEX), n_targets
 
     def pieces(self, length: int) -> list[range]:
         """This rank's two pieces of a text of `length` tokens, as positions."""

@@ -20,17 +20,20 @@ def make_optimizer(net: GPT, optim: Optim) -> torch.optim.AdamW:
     `decayed`.
     """
     # Decay pulls an encoding towards the one with zero parameters: a comparison would favour those without any.
-    of_encodings = {p for pe in net.distinct_encodings for p in pe.parameters()}
-    exempt = {p for pe in net.distinct_encodings for name, p in pe.named_parameters() if name not in pe.decayed}
+    decays_in_encoding = {}
+    for pe in net.distinct_encodings:
+        for name, p in pe.named_parameters():
+            decays_in_encoding[p] = name in pe.decayed
 
     # Sharded and whole tensors are in separate groups, because PyTorch cannot update them together.
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for p in net.parameters():
-        decays = p.ndim >= 2 and p not in exempt
+        decays = p.ndim >= 2 and decays_in_encoding.get(p, True)
         decay = optim.weight_decay if decays else 0.0
-        lr_scale = optim.pe_lr_scale if p in of_encodings else 1.0
-        new_group = {"params": [], "weight_decay": decay, "lr_scale": lr_scale}
-        groups.setdefault((decay, lr_scale, isinstance(p, DTensor)), new_group)["params"].append(p)
+        lr_scale = optim.pe_lr_scale if p in decays_in_encoding else 1.0
+        key = (decay, lr_scale, isinstance(p, DTensor))
+        group = groups.setdefault(key, {"params": [], "weight_decay": decay, "lr_scale": lr_scale})
+        group["params"].append(p)
     return torch.optim.AdamW(list(groups.values()), lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
 
 
