@@ -82,7 +82,10 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         net = GPT(
             cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len, checkpointing=cfg.trainer.checkpointing
         )
-    size: dict[str, Any] = {"parameters": n_parameters(net), "flops_per_token": flops_per_token(net, cfg.train_len)}
+    size: dict[str, Any] = {
+        "parameters": n_parameters(net),
+        "flops_per_token": flops_per_token(net, cfg.train_len),
+    }
     training = Training(fabric, cfg, hardware, data, net)
     net.init_weights(cfg.seed, assign)
 
@@ -105,7 +108,11 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
 
             # The final weights, what they are worth, and then the file that says that all is done.
             weights = checkpoints.on_cpu(net.state_dict())  # all ranks gather them; rank zero writes
-            description: dict[str, Any] = {"pe": cfg.pe, "tokenizer": identity, "original_len": original_len(cfg, base)}
+            description: dict[str, Any] = {
+                "pe": cfg.pe,
+                "tokenizer": identity,
+                "original_len": original_len(cfg, base),
+            }
             distributed.on_rank_zero(lambda: serialization.save(net, run.path, weights=weights, **description))
             validation = training.validate()
             training.measure(run, progress.step)

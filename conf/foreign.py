@@ -1,4 +1,4 @@
-"""What users of other programs type, or of this one without its section, and what it is here."""
+"""Keys and values as other programs have them, or as ours without their section; and what each is here."""
 
 _RESUME = "the same command resumes a run; init_from=RUN starts another one from its weights"
 _NO_CALLBACKS = "there are no callbacks: the loop is `Training.fit` in train.py, where a line of yours has its place"

@@ -313,10 +313,11 @@ def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, 
     value: Any = values
     siblings: Any = values
     for part in detail["loc"]:
-        # Other parts name alternatives of a union: they are no keys.
+        # A part that leads nowhere names an alternative of a union: it is no key.
         with suppress(LookupError, TypeError):
             inner = value[part]
-            if isinstance(value, Mapping) or isinstance(inner, Mapping):  # a list of plain values is reported whole
+            # The number of a section in a list is a key. A list of plain values is reported whole.
+            if isinstance(value, Mapping) or isinstance(inner, Mapping):
                 path.append(str(part))
                 siblings = value
                 value = inner

@@ -80,7 +80,7 @@ class TextData(Data):
         return self.encoder.decode(ids)
 
     def prepare(self) -> None:
-        self._split("train")
+        self._split("train")  # the first use of `prepared`
 
     def identity(self) -> dict[str, Any]:
         hashes = {f"{name}_sha256": self._split(name).sha256 for name in ("train", "val")}

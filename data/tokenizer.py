@@ -63,8 +63,7 @@ class Tokenizer:
         special_ids = set(special.values())
         lines = [f"{self.pattern}\n{self.eot}\n"]
         lines += [f"{i} {i in special_ids:d} {piece.hex()}\n" for i, piece in enumerate(self.pieces)]
-        content = "".join(lines)
-        self.hash = hashlib.sha256(content.encode()).hexdigest()
+        self.hash = hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, unsigned integers [tokens]. Lone surrogates, which UTF-8 lacks, are replaced."""

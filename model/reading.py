@@ -32,7 +32,8 @@ SHORTEST = 16
 class Reading:
     """Base of the readings. By itself it reads each row as one text, or as the next tokens of the one in the cache."""
 
-    # Where the tokens, those in the cache included, stand in a longer text whose other tokens are left out.
+    # Where the tokens, those in the cache included, stand in a longer text whose other tokens are left out; and its
+    # length.
     positions: Positions | None = None
 
     def contexts(

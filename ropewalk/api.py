@@ -259,7 +259,12 @@ def _check_tensors(pe: PositionEncoding, given: Mapping[str, Tensor]) -> None:
         raise ValueError(f"q is {tuple(q.shape)}, not [B, H, T, D]")
     batch, _, length, _ = q.shape
     of_keys = (batch, pe.n_kv_head, length, pe.head_dim)
-    shapes = {"q": (batch, pe.n_head, length, pe.head_dim), "k": of_keys, "v": of_keys, "x": (batch, length, pe.dim)}
+    shapes = {
+        "q": (batch, pe.n_head, length, pe.head_dim),
+        "k": of_keys,
+        "v": of_keys,
+        "x": (batch, length, pe.dim),
+    }
     for name, tensor in given.items():
         if tensor.shape != shapes[name]:
             remedy = "of [B, T, H, D] take transpose(1, 2), and there is no cache"

@@ -71,6 +71,7 @@ def main(args: Arguments) -> None:
     else:
         from ropewalk.report import plot  # which takes long to import
 
-        write_bytes(out, plot.written(plot.gain(results(runs, args.reference), plot.new()), kind))
+        figure = plot.gain(results(runs, args.reference), plot.new())
+        write_bytes(out, plot.written(figure, kind))
 
     print(f"wrote {out}: {sum(runs.runs.get('done', []))} complete runs, {len(runs.left_out)} left out")

@@ -53,8 +53,7 @@ def program(schema: type[S]) -> Callable[[Callable[[S], Any]], Task]:
 def run(module: str) -> NoReturn:
     """Run the program in `module`, which is imported once the command line of this process has proved right.
 
-    Its `main` gets the configuration that Hydra composes, of the file in conf/ that has the module's last word for a
-    name.
+    Its `main` gets the configuration that Hydra composes from conf/NAME.yaml, NAME being the last word of `module`.
 
     A user's mistake ends the program with one message and exit code 2, without a traceback, and Ctrl-C with 130. It
     ends silently if nobody reads its output, as after `| head`.
@@ -132,9 +131,11 @@ def fail(error: Exception) -> None:
 
 @contextmanager
 def composed(name: str | None, *overrides: str) -> Iterator[DictConfig]:
-    """The configuration that Hydra composes with these overrides, over the `recipe` that they call for.
+    """The configuration that Hydra composes from conf/`name`.yaml, over the `recipe` that the overrides call for.
 
-    Within the context ${hydra:...} refers to it. Raises ConfigError: names the first mistake.
+    Without a name the overrides are all there is. Within the context ${hydra:...} refers to it.
+
+    Raises ConfigError: names the first mistake.
     """
     arguments = [*_search_path(), *overrides]
     outer_hydra, outer_config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
@@ -239,7 +240,7 @@ def encoding(spec: str | Mapping[str, Any], where: str = "pe") -> dict[str, Any]
         for key in options.keys() - defaults.keys():
             raise ConfigError(f"{where}={name}: {unknown_key(str(key), defaults)}")
         options = defaults | options
-    # The parts of a pattern.
+    # Mappings are the parts of a pattern: encodings themselves.
     for key, value in options.items():
         if isinstance(value, Mapping):
             options[key] = encoding(value, f"{where}.{key}.pe")

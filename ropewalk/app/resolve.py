@@ -140,7 +140,7 @@ def _resolve_stage(cfg: Config, stage: Stage, net: GPT) -> Stage:
     """
     if cfg.train_len % stage.train_len:
         raise ConfigError(f"stages: train_len={stage.train_len} must divide train_len={cfg.train_len}")
-    # It may change some options of a pattern's part.
+    # A stage may give some options of a pattern's part: the others stay.
     merged = OmegaConf.merge(literal(cfg.pe), literal(stage.pe))
     options: Any = OmegaConf.to_container(merged, resolve=True)
     pe, stage_net = resolve_encoding(options, cfg.model, stage.train_len)

@@ -188,8 +188,8 @@ def outcome(work: Callable[..., Any], *arguments: Any) -> str:
     return ""
 
 
-def train_all(runs: Sequence[Config]) -> list[str]:
-    """Train, resume or measure the runs that are `to_do`, and print a line when one ends.
+def train_all(configs: Sequence[Config]) -> list[str]:
+    """Train, resume or measure those of the runs that are `to_do`, and print a line when one ends.
 
     What a run itself prints goes to RUNS_DIR/.sweep/NAME.txt. One that fails is named with the reason, and the others
     go on.
@@ -200,10 +200,10 @@ def train_all(runs: Sequence[Config]) -> list[str]:
     Raises:
         SystemExit: stopped by a signal, with checkpoints; the same call resumes.
     """
-    distinct = {run.path: run for run in map(RunDir, runs)}
+    distinct = {run.path: run for run in map(RunDir, configs)}
     waiting = to_do(distinct.values())
-    at_once = min(processes(runs[0]), len(waiting) or 1)
-    said = f"; what they print is in {Path(runs[0].runs_dir, '.sweep')}" if waiting else ""
+    at_once = min(processes(configs[0]), len(waiting) or 1)
+    said = f"; what they print is in {Path(configs[0].runs_dir, '.sweep')}" if waiting else ""
     print(f"{len(waiting)} of {len(distinct)} runs to train or measure, {at_once} at once{said}", flush=True)
     failed = []
     started = time.monotonic()
@@ -218,12 +218,12 @@ def train_all(runs: Sequence[Config]) -> list[str]:
     handler = signal.signal(signal.SIGTERM, _stop_all)
     try:
         names = {threads.submit(outcome, _train_in, pool, cfg): str(cfg.name) for cfg in waiting}
-        for done, run in enumerate(as_completed(names), 1):
-            if run.result():
-                failed.append(names[run])
+        for done, ended in enumerate(as_completed(names), 1):
+            if ended.result():
+                failed.append(names[ended])
             left = len(waiting) - done
             minutes = left * (time.monotonic() - started) / done / 60
-            print(f"{names[run]}: {run.result() or 'done'}; {left} left, about {minutes:.0f} min", flush=True)
+            print(f"{names[ended]}: {ended.result() or 'done'}; {left} left, about {minutes:.0f} min", flush=True)
     finally:
         threads.shutdown(cancel_futures=True)
         pool.shutdown()

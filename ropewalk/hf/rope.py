@@ -165,7 +165,7 @@ def write(pe: Any, reach: int) -> dict[str, Any]:
     """Return the settings of transformers for `pe` at its active scale.
 
     Args:
-        pe: encoding of a layer, `Rotary` with some frequencies.
+        pe: encoding of a layer, a `Rotary` with any frequencies.
         reach: tokens that the model was trained to read without a scaling.
 
     Returns:

@@ -165,7 +165,11 @@ def _configuration(net: GPT, encodings: Encodings, kind: str, reach: int) -> Any
 def _sizes(net: GPT, arch: Architecture) -> dict[str, Any]:
     """Return the settings that are only named differently in transformers, defaults written out."""
     cfg = net.cfg
-    values = cfg.model_dump() | {"n_kv_head": cfg.kv_heads, "head_dim": cfg.head_width, "hidden_dim": cfg.hidden}
+    values = cfg.model_dump() | {
+        "n_kv_head": cfg.kv_heads,
+        "head_dim": cfg.head_width,
+        "hidden_dim": cfg.hidden,
+    }
     values["mlp"] = next(theirs for theirs, ours in arch.activations.items() if ours == cfg.mlp)
     fields = {theirs: values[ours] for ours, theirs in arch.settings.items()}
     fields["vocab_size"] = net.vocab_size

@@ -152,13 +152,13 @@ def _newest(folder: Path, shapes: dict[str, torch.Size], only: int | None) -> in
 
 
 def _read(path: Path) -> tuple[Progress, dict[str, Tensor]]:
-    """The progress in a checkpoint, and `_all_tensors`."""
+    """The progress in a checkpoint, and its tensors by the names of `_all_tensors`."""
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return parse(Progress, state["progress"], "progress."), renamed(_all_tensors(state))
 
 
 def _all_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint: those of the "model/" and those of the "optimizer/"."""
+    """The tensors in the two parts of a checkpoint, as "model/NAME" and "optimizer/NAME"."""
     return {f"{part}/{name}": value for part in ("model", "optimizer") for name, value in state[part].items()}
 
 

@@ -126,8 +126,8 @@ def shared_batches(n: int, batch_size: int, context_parallel: int = 1) -> list[i
 class Launcher(NamedTuple):
     """Who started the processes of this run."""
 
-    on_this_machine: int  # 0 if nobody did, or Fabric
-    world_size: int
+    on_this_machine: int  # processes that it started here; 0 if nobody did, or Fabric
+    world_size: int  # processes on all machines
     rank: int  # of this process, also before the ranks have met
 
 
@@ -170,7 +170,7 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
         ValueError: the batch cannot be divided among the ranks, or the ranks among the texts.
     """
     assert isinstance(trainer.devices, int)  # "auto" is resolved by now
-    # Of a launcher `devices` counts its processes on this machine. Otherwise there is one process so far.
+    # A launcher has started all processes, of which `devices` counts those on this machine. Else there is one so far.
     world = max(trainer.devices, started_by().world_size)
     for key in ("context_parallel", "replicas"):
         if world % getattr(trainer, key):
