@@ -236,7 +236,7 @@ def measure_start(
     """
     if not base or step or not cfg.trainer.max_steps or cfg.init_partial:
         return
-    variants = readings(net, cfg, hardware)[:1]
+    variants = readings(net, cfg, hardware)[:1]  # the network's own, as it is trained
     if base["pe"] != cfg.pe:
         encodings = _encodings(net, base["pe"], base["train_len"], hardware)
         variant = _variant(base["pe"], scales_of(encodings)[0], encodings, zero_shot=True)

@@ -22,7 +22,8 @@ from ropewalk.files import printable, read_json, refuse_link
 BEFORE, AFTER = "before training", "after training"  # readings of a run that starts from a model
 START = "model before "  # begins the name of the line of that model, which ends with the label of the run
 # Key prefixes in which the runs of a group may differ: they only observe the training, or depend on the machine. A
-# tokenizer is part of the identity of the data, and seeds that start from runs of their own have it from there.
+# tokenizer is part of the identity of the data, and seeds that start from runs of their own have it from there. Only
+# older runs have `overwrite`.
 IGNORED = (
     *FREE, "overwrite", "dry_run", "seed", "name", "init_from", "data.tokenizer", "trainer.log_every", "trainer.val_",
     "trainer.accelerator", "trainer.compile", "trainer.kernels", "training.",
@@ -246,10 +247,10 @@ def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[
     # Seeds may share the weights that they start from. Or each has its own, named as in "rope-s1": then the seed is
     # taken out of the name.
     runs["init"] = [str(config.get("init_from")) for config in runs.config]
-    without = [re.sub(rf"(-s)?(?<!\d){run.seed}(?!\d)", "", run.init) for run in runs.itertuples()]
+    without_seed = [re.sub(rf"(-s)?(?<!\d){run.seed}(?!\d)", "", run.init) for run in runs.itertuples()]
     is_shared = runs.groupby(["key", "init"]).seed.transform("nunique") > 1
-    is_own = runs.groupby(["key", pd.Series(without, runs.index)]).seed.transform("nunique") > 1
-    runs["init"] = runs.init.mask(is_own & ~is_shared, without)
+    is_own = runs.groupby(["key", pd.Series(without_seed, runs.index)]).seed.transform("nunique") > 1
+    runs["init"] = runs.init.mask(is_own & ~is_shared, without_seed)
     runs["group"] = runs.key + runs.init
 
     # Of runs with the same settings and seed the first is kept; complete runs come first.

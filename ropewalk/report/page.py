@@ -41,9 +41,13 @@ def html(runs: Runs, reference: str = "rope") -> str:
         figures = drawn(of_title, curves[curves.section == title], reference)
         shown.append({"title": title, "answer": answer(of_title), "figures": figures, "grids": grids(of_title)})
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
-    return environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")).render(
+    return environment.get_template("page.html.j2").render(
         title=runs.runs["name"].iloc[0] if len(runs.runs) == 1 else "Which position encoding, and how far?",
         summary=f"Runs: {len(runs.runs):,}; left out: {len(runs.left_out):,}.",
         sections=shown,

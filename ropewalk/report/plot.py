@@ -156,7 +156,7 @@ def curves(
     """
     validation = table.reindex(columns=["val/bits_per_byte", "val/error", "val/loss"])
     is_recorded = validation.notna()
-    y = is_recorded.any().idxmax()  # the first that is
+    y = is_recorded.any().idxmax()  # the first that has a number; if none has, nothing was validated
     if table.step[is_recorded[y]].nunique() < 2:
         raise NothingError("nothing to draw: no run was validated several times")
     ax = dressed(ax)
