@@ -21,7 +21,11 @@ BLOCK = 128  # queries whose scores are held at once
 
 @dataclass(frozen=True)
 class Context:
-    """What an encoding knows of one call of attention. The queries are the newest of the keys' tokens."""
+    """What an encoding knows of one call of attention. The queries are the newest of the keys' tokens.
+
+    Where a batch is not one text in each row, a reading brings contexts of its own, which take the place of this one in
+    the layers: of packed documents (`model.reading`), and of texts that several ranks share.
+    """
 
     pos_q: Tensor  # int64 [Tq]
     pos_k: Tensor  # int64 [Tk], cached keys included; its last Tq entries are pos_q

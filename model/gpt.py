@@ -183,6 +183,7 @@ class GPT(nn.Module):
             cache: holds the text before `idx`, and gets `idx` too.
         """
         encodings = encodings or self.encodings
+        # Where ranks share a text, `idx` and `pos` become those of this rank's part.
         idx, pos, contexts = reading.contexts(dict.fromkeys(encodings), idx, cache)
         x = self.embedding(idx)  # [B, T, C]
         for pe in contexts:

@@ -116,12 +116,9 @@ def report(folder: str, seed: int, number: int) -> None:
         file.write_text(ast.unparse(ast.fix_missing_locations(tree)))
         if passes(f"tests/{folder}"):
             missed += 1
-            line = getattr(node, "lineno", 0)
-            after = ast.unparse(node)
-            print(f"{file}:{line}: {before[:100]!r} -> {after[:100]!r}")
+            print(f"{file}:{getattr(node, 'lineno', 0)}: {before[:100]!r} -> {ast.unparse(node)[:100]!r}")
         file.write_text(original)
-    noticed = len(drawn) - missed
-    print(f"{folder}: {noticed} of {len(drawn)} changes noticed with seed {seed}", flush=True)
+    print(f"{folder}: {len(drawn) - missed} of {len(drawn)} changes noticed with seed {seed}", flush=True)
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 import copy
 import math
 
-import numpy as np
 import pytest
 import torch
 from conftest import attend, build_pe, layer_gradients, normal, variables
@@ -146,6 +145,5 @@ def test_the_share_of_clamped_positions_is_that_of_evaluations():
 
     attend(pe.eval(), q, k, v)
 
-    # All gates are 1/2, so that positions are half of what is counted: the last one is reached 7 tokens back.
-    clamped = [distance >= 7 for i in range(64) for distance in range(i + 1)]
-    assert float(pe.metrics()["clamped_share"]) == pytest.approx(np.mean(clamped))
+    # All gates are 1/2, so that 8 keys make the last position: it is that of the pairs at a distance of 7 or more.
+    assert float(pe.metrics()["clamped_share"]) == pytest.approx(math.comb(58, 2) / math.comb(65, 2))

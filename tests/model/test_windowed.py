@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import at_last_scale, build_gpt, build_pe, read_at, tokens
+from conftest import at_last_scale, build_gpt, build_pe, pe_options, read_at, tokens
 from definitions import D, T, assert_is_defined_by, frequencies
 
 from model.position.network import scales_of
@@ -125,10 +125,6 @@ def test_each_reading_is_rope_with_its_published_relative_positions(name):
     assert_is_defined_by(scores, pe, tol=1e-5)
 
 
-def test_leaky_rerope_is_read_at_the_scale_that_is_asked_for():
-    assert build_pe("leaky_rerope", scale=8.0).scales == (1.0, 8.0)
-
-
 @pytest.mark.parametrize("name", READINGS)
 @torch.no_grad()
 def test_readings_train_as_rope_and_leave_short_texts_alone(name):
@@ -136,6 +132,7 @@ def test_readings_train_as_rope_and_leave_short_texts_alone(name):
     rope = build_gpt("rope", train_len=L)
     net.load_state_dict(rope.state_dict())
     _, reading = scales_of(net.encodings)
+    assert reading == pe_options(name).get("scale", math.inf)
     text = tokens(L)
     short = text[:, : L // 8]
 

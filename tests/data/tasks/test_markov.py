@@ -106,10 +106,6 @@ def test_texts_are_distributed_as_if_their_chain_was_drawn_first(options):
     assert chisquare(counts, n * expected).pvalue > 1 / 3000
 
 
-def test_validation_has_as_many_texts_as_its_tokens_allow():
-    assert Markov().validation(16, tokens=100).n == 6
-
-
 def test_a_text_that_is_too_short_is_refused():
     data = Markov(lag=15, order=2)
 

@@ -195,6 +195,7 @@ def test_seeds_and_splits_share_no_sample_and_each_depends_on_its_index_alone(na
     n = 300
     validation = task.validation(length, n * length)
     test, *_ = task.eval_sets([length], target_tokens=length, sequences=n)
+    assert validation.n == test.n == n
     batches = [
         task.train_batch(range(n), length, 0),
         task.train_batch(range(n), length, 1),

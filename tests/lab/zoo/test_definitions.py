@@ -147,7 +147,7 @@ CASES = [
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize(("formula", "options"), CASES)
-def test_scores_are_those_of_the_paper(formula, options, window):
+def test_outputs_and_gradients_are_those_of_the_paper(formula, options, window):
     pe = build_pe(formula.__name__, n_kv_head=KV, window=window, **options)
     if formula is pope:
         pe.delta.data.mul_(20.0)  # beyond both limits, too

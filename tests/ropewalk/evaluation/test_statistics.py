@@ -134,10 +134,10 @@ def estimate_with(p, error=1.0, seeds=3):
     return Estimate(value, value - half, value + half, seeds, error, 20)
 
 
-# What the other encodings are behind the best one, and which of them are tied with it.
+# What the other encodings are behind the best one, and whether each of them is tied with it.
 TIES = {
-    "each interval excludes 0": ([estimate_with(0.04), estimate_with(0.03)], [False, False]),
-    "0.05 / 6 = 0.0083": (
+    "each interval excludes 0: no correction": ([estimate_with(0.04), estimate_with(0.03)], [False, False]),
+    "else 0.05 / 6, for 6 pairs of 4 lines": (
         [estimate_with(0.008), estimate_with(0.009), estimate_with(0.06)],
         [False, True, True],
     ),

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
-from synthetic import write_runs
+from synthetic import LENGTHS, TRAIN_LEN, write_runs
 
 import ropewalk
 from ropewalk.report import plot
@@ -80,8 +80,8 @@ def of_colour(ax, colour):
 @pytest.mark.parametrize(
     ("over", "column", "shortest"),
     [
-        ("itself", "gain", 256),
-        ("reference", "lead", 128),
+        ("itself", "gain", TRAIN_LEN),
+        ("reference", "lead", LENGTHS[0]),
     ],
 )
 def test_lines_are_the_means_of_the_table_and_dots_its_seeds(table, over, column, shortest):

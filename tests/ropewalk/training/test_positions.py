@@ -72,7 +72,7 @@ def first_step(train):
     return run
 
 
-def test_training_sees_the_positions_that_were_drawn(first_step):
+def test_training_reads_other_positions_than_consecutive_ones_if_there_is_room(first_step):
     consecutive = first_step()
     no_room = first_step("trainer.positions=random", "trainer.max_position=16")
     random = first_step("trainer.positions=random", "trainer.max_position=128")
