@@ -9,6 +9,7 @@ the 95 % interval over seeds and texts; and one for each run alone, with its see
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -280,9 +281,8 @@ class Measure:
         if self.is_task or not others:
             return set()
         of_best = self.cells[Key(best, *place)]
-        differences = [_minus(self.cells[Key(line, *place)], of_best) for line in others]
-        behind = list(map(_estimate, differences))
-        tied = {line for line, is_tied in zip(others, statistics.tied(behind), strict=True) if is_tied}
+        behind = [_estimate(_minus(self.cells[Key(line, *place)], of_best)) for line in others]
+        tied = set(compress(others, statistics.tied(behind)))
         return tied | {best} if tied else set()
 
 
