@@ -121,10 +121,10 @@ def short(table: pd.DataFrame) -> list[str]:
         f"gained over cutting, of {cell(table, BEST_POSSIBLE, 'gain', longest).removeprefix('+')}": ("gain", longest),
     }
     rows = tabulated(table, columns)
+    seeds = sorted({int(number) for _, number, *_ in rows[1:]})
+    rows = [[line, *cells] for line, _, *cells in rows]  # the note says how many seeds there are
     rows[0][0] = f"trained at {train_len} tokens"
-    seeds = sorted({int(row.pop(1)) for row in rows[1:]})
-    rows[0].pop(1)
-    over = " to ".join(dict.fromkeys((str(seeds[0]), str(seeds[-1]))))
+    over = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     note = f"{table.texts.iloc[0]} texts, {over} seeds; ± is a 95 % interval over both."
     return [*in_markdown(rows), "", note]
 

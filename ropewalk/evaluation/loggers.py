@@ -135,7 +135,10 @@ class Tracker:
 
     def log(self, row: Mapping[str, Any]) -> None:
         # Trackers group metrics by what stands before the slash. Any of them can be an axis, train/seconds too.
-        values = {name if "/" in name else f"train/{name}": value for name, value in row.items() if name != "step"}
+        values = {}
+        for name, value in row.items():
+            if name != "step":
+                values[name if "/" in name else f"train/{name}"] = value
         self._each(lambda _, tracker: tracker.log_metrics(values, row["step"]))
 
     def publish(self) -> None:
@@ -168,8 +171,10 @@ def summary_metrics(table: pd.DataFrame) -> dict[str, float | str]:
     Names like "eval/gain@8x", "eval/verdict" and "eval/far_copies" are also the same for all training lengths.
     """
     numbers = numbers_by_length(table)
-    places = numbers.length.astype(str).mask(numbers["name"].str.endswith("/gain"), numbers.times.map("{:g}x".format))
-    metrics: dict[str, float | str] = dict(zip(numbers["name"] + "@" + places, numbers.number, strict=True))
+    is_gain = numbers["name"].str.endswith("/gain")
+    multiples = numbers.times.map("{:g}x".format)
+    names = numbers["name"] + "@" + numbers.length.astype(str).mask(is_gain, multiples)
+    metrics: dict[str, float | str] = dict(zip(names, numbers.number, strict=True))
     far = far_text(table).query("measure == 'far_copies'").set_index("line").value
     for prefix, last in numbers.drop_duplicates("prefix", keep="last").set_index("prefix").iterrows():
         others = {"variant": last.variant, "verdict": last.verdict, "far_copies": far.get(last.line)}
@@ -198,11 +203,14 @@ def numbers_by_length(table: pd.DataFrame) -> pd.DataFrame:
     # Best at the longest text: of a task in the difficulty that is worst there.
     longest = rows[rows.length == rows.groupby("prefix").length.transform("max")]
     worst = longest.groupby(["prefix", "line"])["rank"].max()
-    best = worst.groupby("prefix").idxmin()
-    rows = rows[[(row.prefix, row.line) in set(best) for row in rows.itertuples()]].sort_values(["length", "part"])
+    best = set(worst.groupby("prefix").idxmin())
+    is_best = [(row.prefix, row.line) in best for row in rows.itertuples()]
+    rows = rows[is_best].sort_values(["length", "part"])
 
     # After the part, if there are several.
     part = rows.part + "/" if rows.part.nunique() > 1 else ""
-    losses = rows.assign(name=rows.prefix + "/" + part + rows.unit.str.replace(" ", "_"), number=rows.value)
-    gains = rows.assign(name=rows.prefix + "/gain", number=rows.gain)[(rows.length > rows.cut) & rows.gain.notna()]
+    units = rows.unit.str.replace(" ", "_")
+    losses = rows.assign(name=rows.prefix + "/" + part + units, number=rows.value)
+    longer = rows[(rows.length > rows.cut) & rows.gain.notna()]
+    gains = longer.assign(name=longer.prefix + "/gain", number=longer.gain)
     return pd.concat([losses, gains]).sort_values("length", kind="stable", ignore_index=True)

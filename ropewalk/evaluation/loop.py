@@ -55,17 +55,20 @@ def validate(
 def is_measured(run: Path, cfg: Config) -> bool:
     """Return whether a complete run has all results that `cfg.eval` asks for, of its encoding and every variant."""
     final = [e for e in load_all(run) if e.step == cfg.trainer.max_steps]
-    longest = {"length": max(cfg.lengths), "sequences": cfg.eval.sequences}
-    settings = {"lengths": length_settings(cfg), "by_position": longest, "far_copies": longest}
-    found = [(e.kind, e.variant.pe) for e in final if settings.get(e.kind, e.eval).items() <= e.eval.items()]
     is_text = not any(e.task for e in final)
-    is_asked = {
-        "lengths": True,
-        "by_position": cfg.eval.by_position and is_text,
-        "far_copies": cfg.eval.far_copies and is_text and max(cfg.lengths) > cfg.train_len,
-    }
-    asked = [kind for kind in settings if is_asked[kind]]
-    return all((kind, pe) in found for kind in asked for pe in [cfg.pe, *(cfg.eval.variants or [])])
+    # The settings of each kind of results that is asked for.
+    asked = {"lengths": length_settings(cfg)}
+    longest = {"length": max(cfg.lengths), "sequences": cfg.eval.sequences}
+    if cfg.eval.by_position and is_text:
+        asked["by_position"] = longest
+    if cfg.eval.far_copies and is_text and max(cfg.lengths) > cfg.train_len:
+        asked["far_copies"] = longest
+    found = []
+    for e in final:
+        if e.kind in asked and asked[e.kind].items() <= e.eval.items():
+            found.append((e.kind, e.variant.pe))
+    encodings = [cfg.pe, *(cfg.eval.variants or [])]
+    return all((kind, pe) in found for kind in asked for pe in encodings)
 
 
 # The measures of the core, by the names that `eval` and `measures` have for them.
@@ -109,8 +112,9 @@ def readings(net: GPT, cfg: Config, hardware: Hardware) -> Readings:
         wanted.append((pe, max(scales_of(others)), others))
     result: Readings = []
     for pe, scale, encodings in wanted:
+        known = [(variant.pe, variant.scale) for variant, _ in result]
         # The run's own encoding may be among the variants: it would only be measured twice.
-        if not any((variant.pe, variant.scale) == (pe, scale) for variant, _ in result):
+        if (pe, scale) not in known:
             variant = _variant(pe, scale, encodings, zero_shot=bool(result))  # the first is as it was trained
             result.append((variant, at_scale(encodings, scale, net.train_len)))
     return result
@@ -171,10 +175,12 @@ def measure(
     Args:
         hardware: of the run, whose precision and kernels are used.
         train_len: of the weights; None: that of the run.
-        asked: what to measure, see `plans`, also for the errors; None: what `cfg.eval` asks for.
+        asked: what to measure, as in `plans`; None: what `cfg.eval` asks for.
         variants: how to read the weights; None: as above.
         existing: results that are not measured again, if the settings are the same; None: all results of the run.
         reader: says how texts are read; None: as documents, if `data` tells these apart.
+
+    Raises ValueError: as `plans` does.
     """
     if existing is None:
         existing = distributed.on_rank_zero(lambda: load_all(run))
@@ -230,7 +236,7 @@ def measure_start(
     """
     if not base or step or not cfg.trainer.max_steps or cfg.init_partial:
         return
-    variants = readings(net, cfg, hardware)[:1]
+    variants = readings(net, cfg, hardware)[:1]  # the network's own, as it is trained
     if base["pe"] != cfg.pe:
         encodings = _encodings(net, base["pe"], base["train_len"], hardware)
         variant = _variant(base["pe"], scales_of(encodings)[0], encodings, zero_shot=True)

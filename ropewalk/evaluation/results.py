@@ -200,8 +200,9 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
             # One unit for the whole file: a part may happen to have no token with bytes.
             unit = "bits per byte" if any(any(part.bytes) for part in self.measured) else "bits per token"
             units = np.array(m.bytes if any(m.bytes) else m.tokens)
+            loss = m.sample(np.array(m.nats) / math.log(2), units)
             optimum = None if m.optimum_nats is None else m.sample(np.array(m.optimum_nats) / math.log(2), units)
-            rows = [m.row("loss", unit, m.sample(np.array(m.nats) / math.log(2), units), optimum)]
+            rows = [m.row("loss", unit, loss, optimum)]
         if m.baseline_nats is not None:
             gain = np.subtract(m.baseline_nats, m.nats) / math.log(2)
             rows.append(m.row("gain", unit, m.sample(gain, units)))
@@ -215,7 +216,8 @@ def _means_over_tasks(rows: Sequence[Row]) -> Iterator[Row]:
     """
     of_tasks: dict[tuple[int, str, str], dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        of_tasks[row["length"], row["quantity"], row["unit"]][row["task"]].append(row["sample"].values)
+        what = row["length"], row["quantity"], row["unit"]
+        of_tasks[what][row["task"]].append(row["sample"].values)
     for (length, quantity, unit), tasks in of_tasks.items():
         values = np.mean([np.mean(depths, axis=0) for depths in tasks.values()], axis=0)  # [1, T]
         mean = {"task": "mean", "part": "mean", "depth": math.nan, "length": length, "quantity": quantity, "unit": unit}

@@ -1,6 +1,5 @@
 """Scoring: loss and errors of the scored tokens, summed for each text. Every measure is made of these sums."""
 
-from collections import ChainMap
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -85,8 +84,9 @@ class Sums(NamedTuple):
             texts: what was scored; its documents are kept.
             part: the fields of `Measured` that name the part of the measure.
         """
+        of_groups = self._asdict() | {"baseline_nats": baseline, "optimum_nats": optimum}
         lists: dict[str, Any] = {}
-        for name, values in {**self._asdict(), "baseline_nats": baseline, "optimum_nats": optimum}.items():
+        for name, values in of_groups.items():
             lists[name] = None if values is None else values[:, group].round(5).tolist()
         if texts is not None and texts.documents is not None:
             lists["documents"] = list(texts.documents[: len(self.nats)])
@@ -135,7 +135,9 @@ class Scorer:
         # The device is waited for only here, once for all batches.
         sums = {first: values.cpu() for first, values in sums.items()}
 
-        of_all_ranks = ChainMap(*distributed.gather(sums))
+        of_all_ranks: dict[int, Tensor] = {}
+        for of_rank in distributed.gather(sums):
+            of_all_ranks |= of_rank
         # In the order of the texts, whatever rank has read them.
         in_order = [of_all_ranks[first] for first in sorted(of_all_ranks)]
         nats, tokens, in_bytes, errors = torch.cat(in_order, dim=1).numpy()

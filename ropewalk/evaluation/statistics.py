@@ -1,4 +1,4 @@
-"""The certainty of a number: 95 % intervals over seeds and texts, paired differences, safe and useful lengths.
+"""The certainty of a number: 95 % intervals over seeds and texts, shares, and which lines are tied with the best.
 
 A measure is a ratio of sums over texts, such as all bits over all bytes. Its interval allows for another draw of both
 the texts and the training seeds; with only one seed, of the texts alone.
@@ -96,7 +96,9 @@ def estimate(sample: Sample) -> Estimate:
         weight = fdtr(seeds - 1, (seeds - 1) * (texts - 1), between_seeds / noise)
     variance = between_texts + max(weight * (between_seeds - noise), 0.0)
     # Satterthwaite's formula: each part of the variance has the degrees of freedom of its texts or seeds.
-    uncertainty = between_texts**2 / max(texts - 1, 1) + (weight * between_seeds) ** 2 / max(seeds - 1, 1)
+    of_texts = between_texts**2 / max(texts - 1, 1)
+    of_weighted_seeds = (weight * between_seeds) ** 2 / max(seeds - 1, 1)
+    uncertainty = of_texts + of_weighted_seeds
     freedom = variance**2 / uncertainty if uncertainty > 0 else 1.0
     # At least those of the seeds alone: subtracting the noise can make the formula give fewer.
     freedom = max(freedom, seeds - 1)

@@ -50,7 +50,10 @@ def answer(table: pd.DataFrame) -> list[str]:
     first = last.iloc[0]
     sentences = [which(last)]
     if first.length > first.cut:
-        sentences.append(how_far(rows[rows.line == first.line]) if len(last) == 1 else how_many(last))
+        if len(last) == 1:
+            sentences.append(how_far(rows[rows.line == first.line]))
+        else:
+            sentences.append(how_many(last))
         sentences.append(possible(first, longest))
     sentences.append(how_sure(last) + how_complete(table, last))
     return [sentence for sentence in sentences if sentence]
@@ -97,8 +100,10 @@ def how_many(last: pd.DataFrame) -> str:
             parts.append(f"{everyone} {of_several}")
         elif lines:
             names = f" ({', '.join(lines)})" if len(lines) <= NAMED else ""
-            parts.append(f"{len(lines)} {of_one if len(lines) == 1 else of_several}{names}")
-    against = " or ".join(dict.fromkeys(last.base.str.startswith(START).eq(True).map({True: BEFORE, False: "itself"})))
+            words = of_one if len(lines) == 1 else of_several
+            parts.append(f"{len(lines)} {words}{names}")
+    is_start = last.base.str.startswith(START).eq(True)
+    against = " or ".join(is_start.map({True: BEFORE, False: "itself"}).unique())
     return f"Of {len(last)} lines {', '.join(parts)}, each against {against} on the cut text." if parts else ""
 
 

@@ -22,7 +22,8 @@ from ropewalk.files import printable, read_json, refuse_link
 BEFORE, AFTER = "before training", "after training"  # readings of a run that starts from a model
 START = "model before "  # begins the name of the line of that model, which ends with the label of the run
 # Key prefixes in which the runs of a group may differ: they only observe the training, or depend on the machine. A
-# tokenizer is part of the identity of the data, and seeds that start from runs of their own have it from there.
+# tokenizer is part of the identity of the data, and seeds that start from runs of their own have it from there. Only
+# older runs have `overwrite`.
 IGNORED = (
     *FREE, "overwrite", "dry_run", "seed", "name", "init_from", "data.tokenizer", "trainer.log_every", "trainer.val_",
     "trainer.accelerator", "trainer.compile", "trainer.kernels", "training.",
@@ -42,7 +43,10 @@ RESULT_COLUMNS = [
 
 
 class Runs(NamedTuple):
-    """The run directories in some folders. The cells of both tables are plain numbers and strings, but for two."""
+    """The run directories in some folders.
+
+    The cells of both tables are plain numbers and strings, but for configurations and samples.
+    """
 
     # A row for each run, indexed by its path: RUN_COLUMNS. `section` is the title of the data and training lengths,
     # `label` that of the group, and `settings` the options in which it differs from others of its encoding; `config` is
@@ -87,9 +91,10 @@ class _Read:
 
     def add_archive(self, path: Path, is_chosen: Callable[[str], bool]) -> None:
         """Read a file of many runs."""
-        rows = [row for row in archive.read(path) if is_chosen(row[0]["name"])]
-        self.add_results([row for _, row in rows])
-        self.runs += {run["path"]: run for run, _ in rows}.values()
+        chosen = [(run, row) for run, row in archive.read(path) if is_chosen(run["name"])]
+        self.add_results([row for _, row in chosen])
+        # The rows of a run have equal copies of it.
+        self.runs += {run["path"]: run for run, _ in chosen}.values()
 
     def add_results(self, rows: Sequence[dict[str, Any]]) -> None:
         """Add rows.
@@ -99,10 +104,14 @@ class _Read:
         """
         for row in rows:
             settings = tuple(row[name] for name in ("kind", "eval", "part", "length"))
-            # Sums over other documents could have equal sizes by chance, so the documents are compared as well, which
-            # files of many runs do not have.
-            for what, found in {row["quantity"]: row["sample"].units, "documents": row.get("grouping")}.items():
-                if found is not None and not np.array_equal(self.texts.setdefault((*settings, what), found), found):
+            # Sums over other documents could have equal sizes by chance, so the documents are compared as well. Rows of
+            # files of many runs do not name them.
+            of_texts = {row["quantity"]: row["sample"].units, "documents": row.get("grouping")}
+            for what, found in of_texts.items():
+                if found is None:
+                    continue
+                known = self.texts.setdefault((*settings, what), found)
+                if not np.array_equal(known, found):
                     where = f"{row['part']} at {row['length']}"
                     raise ValueError(f"{where} was measured on other texts or documents than its settings say")
         self.results += rows
@@ -120,8 +129,9 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     """
 
     def is_chosen(name: str) -> bool:
-        wanted, unwanted = (any(fnmatchcase(name, pattern) for pattern in patterns) for patterns in (only, exclude))
-        return (wanted or not only) and not unwanted
+        is_wanted = not only or any(fnmatchcase(name, pattern) for pattern in only)
+        is_unwanted = any(fnmatchcase(name, pattern) for pattern in exclude)
+        return is_wanted and not is_unwanted
 
     places = list(dict.fromkeys(map(Path, [folders] if isinstance(folders, str | Path) else folders)))
     archives = [place for place in places if place.name.endswith(archive.SUFFIX) and place.is_file()]
@@ -237,10 +247,10 @@ def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[
     # Seeds may share the weights that they start from. Or each has its own, named as in "rope-s1": then the seed is
     # taken out of the name.
     runs["init"] = [str(config.get("init_from")) for config in runs.config]
-    without = [re.sub(rf"(-s)?(?<!\d){run.seed}(?!\d)", "", run.init) for run in runs.itertuples()]
+    without_seed = [re.sub(rf"(-s)?(?<!\d){run.seed}(?!\d)", "", run.init) for run in runs.itertuples()]
     is_shared = runs.groupby(["key", "init"]).seed.transform("nunique") > 1
-    is_own = runs.groupby(["key", pd.Series(without, runs.index)]).seed.transform("nunique") > 1
-    runs["init"] = runs.init.mask(is_own & ~is_shared, without)
+    is_own = runs.groupby(["key", pd.Series(without_seed, runs.index)]).seed.transform("nunique") > 1
+    runs["init"] = runs.init.mask(is_own & ~is_shared, without_seed)
     runs["group"] = runs.key + runs.init
 
     # Of runs with the same settings and seed the first is kept; complete runs come first.
@@ -321,7 +331,8 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     # Before the first step a run has the weights of another model. Where that model read them otherwise, BEFORE is
     # how it did, and how the run's own encoding reads them is said.
     rows["is_start"] = (rows.step == 0) & ~rows["last"]
-    rows["is_own_start"] = rows.is_start & rows.own_pe & rows.path.isin(rows.path[rows.is_start & ~rows.own_pe])
+    read_otherwise = rows.path[rows.is_start & ~rows.own_pe]
+    rows["is_own_start"] = rows.is_start & rows.own_pe & rows.path.isin(read_otherwise)
     rows["reading"] = [_reading(row) for row in rows.itertuples()]
     # Two ways to read the same weights may have the same name so far, and differ in options of the encoding: these are
     # added to the name.
@@ -331,7 +342,8 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
         for reading, differs in zip(readings.values(), differences, strict=True):
             rows.loc[reading.index, "reading"] = in_words(name, differs)
     of_label = rows.label + " " + rows.reading
-    rows["line"] = of_label.mask(rows.is_start, START + rows.label + rows.reading.str.removeprefix(BEFORE)).str.strip()
+    of_start = START + rows.label + rows.reading.str.removeprefix(BEFORE)
+    rows["line"] = of_label.mask(rows.is_start, of_start).str.strip()
     return rows[RESULT_COLUMNS]
 
 

@@ -41,9 +41,13 @@ def html(runs: Runs, reference: str = "rope") -> str:
         figures = drawn(of_title, curves[curves.section == title], reference)
         shown.append({"title": title, "answer": answer(of_title), "figures": figures, "grids": grids(of_title)})
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
-    return environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")).render(
+    return environment.get_template("page.html.j2").render(
         title=runs.runs["name"].iloc[0] if len(runs.runs) == 1 else "Which position encoding, and how far?",
         summary=f"Runs: {len(runs.runs):,}; left out: {len(runs.left_out):,}.",
         sections=shown,
@@ -103,7 +107,8 @@ def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
     for length in sorted(text.length[text.length > text.cut].unique(), reverse=True):
         columns[f"gain at {length:,}"] = _cells(text[text.length == length], "gain", "+")
     if not lines.lead.equals(lines.gain):  # of one run the reference is the run
-        columns[f"over {' or '.join(sorted(set(lines.reference)))} on the cut text"] = _cells(last, "lead", "+")
+        references = " or ".join(sorted(set(lines.reference)))
+        columns[f"over {references} on the cut text"] = _cells(last, "lead", "+")
     columns[f"loss at {longest:,}"] = _cells(last, "value")
     shares = last[interval("share")].itertuples(index=False)
     columns["% of the possible"] = pd.Series([percent(*share) for share in shares], last.index)
@@ -118,8 +123,8 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
     first = rows.iloc[0]
     # Hashes mean nothing to a reader. Short settings lead: they tell two tables of a measure apart.
     chosen = {key: value for key, value in json.loads(first["eval"]).items() if key not in ("texts", "tokenizer")}
-    ordered = sorted(chosen, key=lambda key: isinstance(chosen[key], list))
-    settings = ", ".join(f"{key.replace('_', ' ')} {str(chosen[key]).strip('[]')}" for key in ordered)
+    ordered = sorted(chosen.items(), key=lambda setting: isinstance(setting[1], list))
+    settings = ", ".join(f"{key.replace('_', ' ')} {str(value).strip('[]')}" for key, value in ordered)
     name = f"{first.measure.replace('_', ' ').capitalize()} ({settings})"
     kinds = {"value": f"{name}: {first.quantity}, {first.unit}"}
     if first.quantity == "error":
@@ -133,10 +138,11 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
     several = first.part == "text" or rows.length.nunique() > 1
     result = []
     for column, title in kinds.items():
+        is_difference = column != "value" or first.quantity == "gain"
         columns = {}
         for (part, length), of_column in rows.groupby(["part", "length"], sort=False):
             words = f"{part}, {length:,} tokens".removeprefix("text, ") if several else part
-            columns[words] = _cells(of_column, column, "+" if first.quantity == "gain" or column != "value" else "")
+            columns[words] = _cells(of_column, column, "+" if is_difference else "")
         if first.quantity == "error":
             of_seeds = rows.drop_duplicates("line").set_index("line")
             columns["seeds that learned it"] = of_seeds.learned.astype(str) + " of " + of_seeds.seeds.astype(str)
@@ -148,7 +154,8 @@ def _cells(rows: pd.DataFrame, column: str, sign: str = "") -> pd.Series:
     """Return a column's numbers with their intervals in words, by line."""
     digits = 3 if rows.unit.str.contains("bit").all() else 1
     numbers = rows[interval(column)].itertuples(index=False)
-    return pd.Series([amount(value, low, high, sign, digits) for value, low, high in numbers], rows.line.tolist())
+    words = [amount(value, low, high, sign, digits) for value, low, high in numbers]
+    return pd.Series(words, rows.line.tolist())
 
 
 def _grid(title: str, rows: pd.DataFrame, columns: Mapping[str, pd.Series]) -> Grid:
@@ -175,7 +182,8 @@ def markdown(runs: Runs, reference: str = "rope") -> str:
     """Return the same words and tables, without figures."""
     lines = []
     for title, table in sections(runs, results(runs, reference)):
-        lines += [f"## {escaped(title)}", "", *[f"- {escaped(sentence)}" for sentence in answer(table)], ""]
+        sentences = [f"- {escaped(sentence)}" for sentence in answer(table)]
+        lines += [f"## {escaped(title)}", "", *sentences, ""]
         for heading, cells in grids(table):
             rows = list(cells.itertuples(name=None))
             lines += [f"{escaped(heading)}.", "", *markdown_table(["", *cells], rows), ""]

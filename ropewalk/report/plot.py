@@ -72,7 +72,7 @@ FLOOR = 0.01  # bits: an axis spans at least so much
 GREY, BEST, COLOURED, REFERENCE = 2, 3, 4, 5  # how far above the others lines are drawn
 POINT = ["line", "seed", "x", "y", "low", "high"]  # columns of what is drawn; the interval may be NaN
 LONGEST = 24  # characters of a name at the end of a line
-Name = tuple[str, float, float, str]  # y and x of the end of a line, and its colour
+Name = tuple[str, float, float, str]  # the name of a line, y and x of its end, and its colour
 # What a figure on a page does without. Words have the font of their page, which is narrower than matplotlib's, so that
 # none leaves its place.
 SHORTER = {
@@ -155,8 +155,9 @@ def curves(
     Raises ValueError: there is no such line; NothingError: no run was validated several times.
     """
     validation = table.reindex(columns=["val/bits_per_byte", "val/error", "val/loss"])
-    y = validation.notna().any().idxmax()
-    if table.step[validation[y].notna()].nunique() < 2:
+    is_recorded = validation.notna()
+    y = is_recorded.any().idxmax()  # the first that has a number; if none has, nothing was validated
+    if table.step[is_recorded[y]].nunique() < 2:
         raise NothingError("nothing to draw: no run was validated several times")
     ax = dressed(ax)
     titled(ax, f"In training: {y.replace('_', ' ')}", "the mean over the seeds")
@@ -230,8 +231,9 @@ def short(line: str, most: int = LONGEST) -> str:
 def chosen(table: pd.DataFrame) -> list[str]:
     """Return the lines that have colours: the best of each encoding at the longest text, and at most 8."""
     rows = losses_of_text(over_seeds(table))
-    is_drawn = (rows.length == rows.length.max()) & (rows.line != BEST_POSSIBLE) & (rows.line != rows.reference)
-    rows = rows[is_drawn].sort_values("rank")
+    rows = rows[rows.length == rows.length.max()]
+    # These two have a look of their own.
+    rows = rows[(rows.line != BEST_POSSIBLE) & (rows.line != rows.reference)].sort_values("rank")
     best = rows.drop_duplicates("encoding").line
     return pd.concat([best, rows.line]).unique().tolist()[:MOST]
 
@@ -317,15 +319,12 @@ def name_ends(ax: Axes, names: Sequence[Name]) -> None:
     """Write names right of the axes, each beside the end of its line and none upon another."""
     ax.figure.draw_without_rendering()  # type: ignore[union-attr]
     box = ax.get_window_extent()
-    wanted = np.array([(ax.transData.transform((x, y))[1] - box.y0) / box.height for _, y, x, _ in names])
-    # As near to the wanted places as can be, and in their order. Without the room that the names below one take, places
-    # must only not fall: the least squares of a regression.
-    order = np.argsort(wanted, kind="stable")
-    below = 1.25 * SIZE * ax.figure.dpi / 72 / box.height * np.arange(len(names))
-    rising = isotonic_regression(wanted[order] - below).x
-    places = np.empty(len(names))
-    places[order] = np.clip(rising, 0.0, max(0.0, 1.0 - below[-1])) + below
-    for (name, y, x, color), place in zip(names, places, strict=True):
+    wanted = []
+    for _, y, x, _ in names:
+        _, pixels = ax.transData.transform((x, y))
+        wanted.append((pixels - box.y0) / box.height)
+    line_height = 1.25 * SIZE * ax.figure.dpi / 72 / box.height
+    for (name, y, x, color), place in zip(names, _spread(wanted, line_height), strict=True):
         ax.annotate(
             name, (x, y), xytext=(1.05, place), textcoords="axes fraction", annotation_clip=False, va="center",
             color=color, fontsize=SIZE, parse_math=False,
@@ -333,6 +332,18 @@ def name_ends(ax: Axes, names: Sequence[Name]) -> None:
                 "arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5),
             },
         )  # fmt: skip
+
+
+def _spread(wanted: Sequence[float], room: float) -> np.ndarray:
+    """Return places at least `room` apart, as near to the wanted ones as can be, and in their order, within 0 and 1."""
+    # Without the room that the names below one take, places must only not fall: the least squares of a regression.
+    order = np.argsort(wanted, kind="stable")
+    below = room * np.arange(len(wanted))
+    rising = isotonic_regression(np.array(wanted)[order] - below).x
+    highest = max(0.0, 1.0 - below[-1])
+    places = np.empty(len(wanted))
+    places[order] = np.clip(rising, 0.0, highest) + below
+    return places
 
 
 def titled(ax: Axes, title: str, note: str) -> None:

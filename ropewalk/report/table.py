@@ -9,6 +9,7 @@ the 95 % interval over seeds and texts; and one for each run alone, with its see
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,16 +163,18 @@ class Measure:
             rows.append(row)
             if key.line != BEST_POSSIBLE:
                 place = key.part, key.length
-                row |= {"rank": 1 + self.ranked[place].index(key.line), "tied": key.line in self.tied[place]}
+                row["rank"] = 1 + self.ranked[place].index(key.line)
+                row["tied"] = key.line in self.tied[place]
                 rows += [self._row(key, {seed: by_seed[seed]}, seed) for seed in sorted(by_seed)]
         return rows
 
     def _row(self, key: Key, by_seed: BySeed, seed: int | None = None) -> Row:
         """Return the row of a cell over these seeds."""
-        first, *others = [self.runs[key.line, of_run] for of_run in sorted(by_seed)]
+        of_runs = [self.runs[key.line, of_run] for of_run in sorted(by_seed)]
+        first = of_runs[0]
         row = self.common | self.parts[key.part] | self.lines[key.line] | first
         row |= {
-            "run": ", ".join(run["run"] for run in (first, *others)),
+            "run": ", ".join(run["run"] for run in of_runs),
             "path": "" if seed is None else first["path"],
             "seed": seed,
             "seeds": len(by_seed),
@@ -183,7 +186,7 @@ class Measure:
             row["learned"] = sum((key.line, of_run) in self.learned for of_run in by_seed)
         mean = self.means[key] if seed is None else self._mean(key, by_seed)
         for column, e in {"value": mean, **self._paired(key, by_seed)}.items():
-            row |= zip(interval(column), e[:3], strict=True)
+            row |= zip(interval(column), (e.value, e.low, e.high), strict=True)
         if "gain" in row:
             row["verdict"] = verdict(row["gain_low"], row["gain_high"], row["tolerance"])
         return row
@@ -193,13 +196,11 @@ class Measure:
         if self.is_task:
             return {}
         line = self.lines[key.line]
-        cut = self.cells.get(Key(line["base"], key.part, min(key.length, line["cut"])), {})
+        cut = self._on_cut_text(line["base"], key)
         pairs: dict[str, tuple[BySeed, BySeed]] = {}
         if self.common["measure"] == "lengths":
-            # The best possible predictor has no reference.
-            of_reference = min(key.length, self.lines.get(line["reference"], line)["train_len"])
-            led = self.cells.get(Key(line["reference"], key.part, of_reference), {})
-            pairs |= {"gain": (cut, by_seed), "lead": (led, by_seed)}
+            pairs |= {"gain": (cut, by_seed), "lead": (self._on_cut_text(line["reference"], key), by_seed)}
+
         best_possible = self.cells.get(key._replace(line=BEST_POSSIBLE), {})
         if key.line != BEST_POSSIBLE:
             best, *_ = self.ranked[key.part, key.length]
@@ -217,6 +218,14 @@ class Measure:
         if key.line != BEST_POSSIBLE and gained and possible and statistics.estimate(possible).low > 0:
             paired["share"] = statistics.share(gained, possible)
         return {name: e for name, e in paired.items() if e is not None}
+
+    def _on_cut_text(self, line: str, key: Key) -> BySeed:
+        """Return what a line measured on the text cut to its training length; nothing if there is no such line."""
+        # The best possible predictor has no reference.
+        if line not in self.lines:
+            return {}
+        cut = self.lines[line]["train_len"]
+        return self.cells.get(Key(line, key.part, min(key.length, cut)), {})
 
     def _pool_far_parts(self) -> None:
         """Add a part that holds what all parts tell which need text from beyond train_len, summed text by text.
@@ -255,8 +264,10 @@ class Measure:
     def _ranked(self) -> dict[tuple[str, int], list[str]]:
         """Return the lines at each part and length, best first; equal ones by name."""
         ranked: dict[tuple[str, int], list[str]] = {}
-        # A network that diverged has NaN, which comes last.
-        badness = {key: math.inf if math.isnan(e.value) else self.sign * e.value for key, e in self.means.items()}
+        badness = {}
+        for key, e in self.means.items():
+            # A network that diverged has NaN, which comes last.
+            badness[key] = math.inf if math.isnan(e.value) else self.sign * e.value
         for key in sorted(badness, key=lambda key: (badness[key], key)):
             if key.line != BEST_POSSIBLE:
                 ranked.setdefault((key.part, key.length), []).append(key.line)
@@ -269,8 +280,9 @@ class Measure:
         others = [line for line in others if not math.isnan(self.means[Key(line, *place)].value)]
         if self.is_task or not others:
             return set()
-        behind = [_estimate(_minus(self.cells[Key(line, *place)], self.cells[Key(best, *place)])) for line in others]
-        tied = {line for line, is_tied in zip(others, statistics.tied(behind), strict=True) if is_tied}
+        of_best = self.cells[Key(best, *place)]
+        behind = [_estimate(_minus(self.cells[Key(line, *place)], of_best)) for line in others]
+        tied = set(compress(others, statistics.tied(behind)))
         return tied | {best} if tied else set()
 
 
@@ -325,7 +337,8 @@ def _minus(a: BySeed, b: BySeed) -> Sample | None:
     seeds = sorted(a.keys() & b.keys())
     if not seeds:
         return None
-    first, second = (stacked([by_seed[seed] for seed in seeds]) for by_seed in (a, b))
+    first = stacked([a[seed] for seed in seeds])
+    second = stacked([b[seed] for seed in seeds])
     return Sample(first.values - second.values, first.units)
 
 

@@ -89,9 +89,8 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
             octave, is_other = divmod(int(i), 2)
             span = (2**octave, 2 ** (octave + 1) - 1)
             continuation = "other" if is_other else "same"
-            measured.append(
-                whole.measured(length, int(i), baseline=baseline, texts=texts, span=span, continuation=continuation)
-            )
+            part = whole.measured(length, int(i), baseline=baseline, texts=texts, span=span, continuation=continuation)
+            measured.append(part)
         return measured
 
     settings = {
@@ -142,7 +141,7 @@ def nats_of_cut(score: Scorer, texts: EvalSet, groups: Tensor, n_groups: int, sh
 
 
 def only(texts: EvalSet, window: slice) -> EvalSet:
-    """Return only the tokens of `window` of every text, which begins as whole texts do, if they have such a token."""
+    """Return `window` of every text. Its first token is the one that whole texts begin with, if there is one."""
 
     def batch(first: int, last: int) -> tuple[Tensor, Tensor]:
         x, y = texts.batch(first, last)
