@@ -262,10 +262,10 @@ class Training:
 
         totals = torch.zeros(2, device=self.ranks.fabric.device)
         for m in range(n):
-            self.ranks.begin(cfg.seed, (step - 1) * n + m)
+            self.ranks.seed(cfg.seed, (step - 1) * n + m)
             with self.ranks.accumulating(last=m == n - 1):
                 totals += self.backward(*next(batches), encodings)
-        totals = self.ranks.end(totals)
+        totals = self.ranks.reduced(totals)
 
         # The gradient so far is that of the mean of loss x share. Dividing by the mean share makes it that of the mean
         # loss over all scored targets.

@@ -52,7 +52,7 @@ class Ranks:
             net.materialise("cpu")
         self.model = fabric.setup_module(net)  # wrapped by the strategy
 
-    def begin(self, seed: int, micro_batch: int) -> None:
+    def seed(self, seed: int, micro_batch: int) -> None:
         """Seed what a micro-batch draws, numbered over the steps of one rank: dropout and random positions."""
         # By the run's seed and the micro-batch, mixed by odd constants: a resumed run repeats them without saved random
         # state. Micro-batches are numbered over all ranks, as in `micro_batches`, so that their number does not matter.
@@ -66,8 +66,8 @@ class Ranks:
         """
         return self.fabric.no_backward_sync(self.model, enabled=not (last or self.sharded))
 
-    def end(self, totals: Tensor) -> Tensor:
-        """After the last micro-batch: the sum of `totals` over the ranks. Gradients are averages over them now."""
+    def reduced(self, totals: Tensor) -> Tensor:
+        """After the last micro-batch: the sum of `totals` over the ranks, and all gradients become averages over them."""
         if self.sharded:  # FSDP leaves the gradients of what is whole on every rank alone
             for p in self.net.parameters():
                 if p.grad is not None and not isinstance(p, DTensor):

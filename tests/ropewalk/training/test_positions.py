@@ -100,7 +100,7 @@ def draws(world_size, grad_accum_steps, step=3):
     ranks.fabric = SimpleNamespace(world_size=world_size)
     for m in range(grad_accum_steps):
         for ranks.fabric.global_rank in range(world_size):  # as `batch_indices` divides samples
-            ranks.begin(7, (step - 1) * grad_accum_steps + m)
+            ranks.seed(7, (step - 1) * grad_accum_steps + m)
             drawn.append(torch.rand(3).tolist())
     return drawn
 
