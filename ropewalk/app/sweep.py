@@ -14,13 +14,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from conf.schema import Config, ConfigError
@@ -126,19 +127,26 @@ def plan(overrides: Sequence[str]) -> list[RunDir]:
     return runs
 
 
+def _swept_by_files(name: str, given: Sequence[Override]) -> Mapping[str, str]:
+    """What the files sweep that these overrides choose, such as an experiment: {key: its values}."""
+    choosing = []
+    for override in given:
+        # A key within a section may belong to an option that is swept, and then does not fit what is composed here.
+        chooses_a_file = "." not in override.get_key_element() or override.is_hydra_override()
+        if chooses_a_file and not override.is_sweep_override():
+            choosing.append(str(override.input_line))
+    with composed(name, *choosing) as config:
+        return config.hydra.sweeper.get("params") or {}
+
+
 def _jobs(name: str, overrides: Sequence[str]) -> list[Job]:
     """The jobs of a sweep over a program, combined as by Hydra's own sweeper."""
     parser = OverridesParser.create()
     given = parser.parse_overrides([*overrides])
-    # Only files may sweep something, so only what chooses files is asked: a key may belong to an option that is swept.
-    fixed = [override for override in given if not override.is_sweep_override()]
-    of_files = [str(o.input_line) for o in fixed if "." not in o.get_key_element() or o.is_hydra_override()]
-    with composed(name, *of_files) as config:
-        swept = config.hydra.sweeper.get("params") or {}
-    in_file = [f"{key}={value}" for key, value in swept.items()]
+    in_files = [f"{key}={value}" for key, value in _swept_by_files(name, given).items()]
     choices = {}
     # First what a file sweeps, then the command line, in which a later override replaces an earlier one.
-    for override in [*parser.parse_overrides(in_file), *given]:
+    for override in [*parser.parse_overrides(in_files), *given]:
         key = override.get_key_element()
         choices[key] = [str(override.input_line)]
         if override.is_sweep_override():
