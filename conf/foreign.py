@@ -84,6 +84,7 @@ FOREIGN = {
     "optimizer": _ADAMW,
     "out_dir": "runs_dir is the folder of the runs, name=... that of this one",
     "output_dir": "runs_dir is the folder of the runs, name=... that of this one",
+    "pe": "pe=NAME chooses an encoding, which has its options then, as in pe=yarn pe.scale=8",
     "pe=absolute": "pe=learned, or pe=sinusoidal",
     "pe=none": "pe=nope",
     "pe=rotary": "pe=rope",
@@ -123,4 +124,4 @@ def answer(key: str, value: object = None) -> str:
     """Return what a foreign key, or a foreign value of a key of ours, is here, to be added to a message."""
     word = key.rpartition(".")[2]
     names = [key, word] if value is None else [f"{word}={value}", f"{word}={type(value).__name__}"]
-    return next((f"; here it is so: {FOREIGN[name]}" for name in names if name in FOREIGN), "")
+    return next((f"; here it is so: {FOREIGN[name]}" for name in names if FOREIGN.get(name, key) != key), "")

@@ -123,9 +123,7 @@ def test_a_difference_is_found(straight, tmp_path):
 
 def test_more_steps_go_on_from_the_end(train):
     train(*TEXT, "name=longer")
-    outcome = train(*TEXT, "name=longer", "trainer.max_steps=9")
-
-    assert "after step 6" in outcome.out
+    assert "after step 6" in train(*TEXT, "name=longer", "trainer.max_steps=9").out
 
     rows = rows_of(train.runs / "longer")
 

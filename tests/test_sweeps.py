@@ -69,11 +69,11 @@ def test_a_mistake_in_one_job_ends_the_sweep_before_any_work(train, line, messag
 
 def test_what_varies_tells_runs_apart(train):
     """What a name says already, as the encoding, the data and the seed in the default one, is not repeated."""
-    options = ["pe=rope", "trainer.max_steps=0,1", "seed=0,1", *SHORT]
+    options = ["pe=rope", "data.tokenizer=bytes,train:300", "seed=0,1", *SHORT]
     planned = [run.path.name for run in plan(train.complete(*options))]
-    name = "rope-text-trainer.max_steps="
+    name = "rope-text-data.tokenizer="
 
-    assert planned == [f"{name}0", f"{name}0-s1", f"{name}1", f"{name}1-s1"]
+    assert planned == [f"{name}bytes", f"{name}bytes-s1", f"{name}train:300", f"{name}train:300-s1"]
 
 
 def test_an_experiment_may_say_what_is_swept():

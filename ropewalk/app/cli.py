@@ -62,7 +62,9 @@ def run(module: str) -> NoReturn:
     sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
     try:
         flags, overrides = _parse(sys.argv[1:])
-        if flags.multirun and not (flags.help or flags.cfg):
+        if flags.version:
+            print(f"Ropewalk {version('ropewalk')}")
+        elif flags.multirun and not (flags.help or flags.cfg):
             from ropewalk.app.sweep import sweep
 
             sweep(name, import_module(module).main, overrides)
@@ -89,8 +91,7 @@ def run(module: str) -> NoReturn:
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Divide a command line into flags, in any place, and KEY=VALUE."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"Ropewalk {version('ropewalk')}")
-    for names in (("-h", "--help"), ("-m", "--multirun")):
+    for names in (("-h", "--help"), ("--version",), ("-m", "--multirun")):
         parser.add_argument(*names, action="store_true")
     parser.add_argument("-c", "--cfg", choices=["job"])
     parser.add_argument("-cd", "--config-dir")
@@ -102,7 +103,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for argument in overrides:
         # Hydra would silently merge several options of a group into one. Trackers are made to be merged.
         group, _, choice = argument.partition("=")
-        if group in ("hydra/launcher", "hydra/sweeper"):
+        if group.startswith(("hydra/launcher", "hydra/sweeper", "hydra.sweeper")):
             raise ConfigError(unknown_key(group, ()))
         if choice.startswith("[") and group != "logger" and (CONF_DIR / group).is_dir():
             each = choice.strip("[]")

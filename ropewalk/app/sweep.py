@@ -24,7 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
-from conf.schema import Config, ConfigError
+from conf.schema import Config, ConfigError, parse
 from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, plain
 from ropewalk.app.explain import explain
 from ropewalk.app.init_from import merged, train_values
@@ -89,8 +89,13 @@ def _sweep_program(name: str, task: Task, overrides: Sequence[str]) -> list[str]
     for options, varying in jobs:
         # Each must measure its own peak, without what the job before it still holds.
         reset_peak_memory()
-        with composed(name, *options) as config:
-            said = outcome(task, config)
+        said = ""
+        try:
+            with composed(name, *options) as config:
+                said = outcome(task, config)
+        except SystemExit as end:  # some programs say by their exit code what they have found
+            if end.code in (STOPPED, INTERRUPTED):
+                raise
         if said:
             label = " ".join(varying) or name
             print(f"{label}: {said}", file=sys.stderr, flush=True)
@@ -158,14 +163,20 @@ def _jobs(name: str, overrides: Sequence[str]) -> list[Job]:
 
 
 def _with_name(cfg: Config, varying: Sequence[str]) -> Config:
-    """Return `cfg` with what varies in its name, unless it says so already; the seed is always at its end."""
+    """Return `cfg` with what varies in its name, unless it says so already; the seed is always at its end.
+
+    Raises ConfigError: it would be no name, as one of more than 200 bytes.
+    """
     seed = f"-s{cfg.seed}" if cfg.seed else ""
     words = str(cfg.name).removesuffix(seed).split("-")
     for option in varying:
         key, _, value = option.partition("=")
         if key != "seed" and value not in words:
             words.append(option)
-    return cfg.model_copy(update={"name": "-".join(words).replace("/", "_") + seed})
+    name = "-".join(words) + seed
+    # Hydra's grammar has a backslash before a character such as a colon, and names are those of folders.
+    name = name.replace("\\", "").replace("/", "_")
+    return parse(Config, cfg.model_dump() | {"name": name})
 
 
 def processes(cfg: Config) -> int:

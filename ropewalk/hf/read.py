@@ -210,8 +210,16 @@ def _encodings(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:
     if config.model_type == "gpt2":
         return rope.named("learned", Learned) | {"scale": 1.0, "original_len": shape.train_len}
     layers = rope.layers(config)
-    # Each kind is read once, however many layers there are.
-    parts = {layer.name: rope.read(config, arch, shape, layer) for layer in dict.fromkeys(layers)}
+    # Parts have the names of those in conf/pe: by what their layers differ in.
+    differ_in_window = len({layer.window for layer in layers}) > 1
+    names = {}
+    parts = {}
+    for layer in dict.fromkeys(layers):  # each kind is read once, however many layers there are
+        name = "rope" if layer.rotates else "nope"
+        if differ_in_window:
+            name = ("global" if layer.window is None else "local") + ("" if layer.rotates else "_nope")
+        names[layer] = name
+        parts[name] = rope.read(config, arch, shape, layer)
     if len(parts) == 1:
-        return parts[layers[0].name]
-    return {"name": config.model_type, "pattern": [layer.name for layer in layers]} | parts
+        return parts[names[layers[0]]]
+    return {"name": config.model_type, "pattern": [names[layer] for layer in layers]} | parts

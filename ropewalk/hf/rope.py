@@ -61,11 +61,6 @@ class Layer(NamedTuple):
     def kind(self) -> str:
         return FULL if self.window is None else SLIDING
 
-    @property
-    def name(self) -> str:
-        """That of its encoding in a pattern."""
-        return ("global" if self.window is None else "local") + ("" if self.rotates else "_nope")
-
 
 def layers(config: Any) -> list[Layer]:
     """Return the layers of a configuration.
@@ -109,6 +104,8 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     name, cls, names = TYPES[kind]
     original = settings.get(ORIGINAL) or getattr(config, ORIGINAL, None) or shape.train_len
     factor = float(settings.get("factor", shape.train_len / original))
+    if issubclass(cls, ScaledRotary) and factor == cls.unscaled:  # it changes nothing
+        name, cls, names = TYPES["default"]
     options["base"] = float(settings["rope_theta"])
     # For transformers 0 means the default too.
     options |= {ours: settings[theirs] for theirs, ours in names.items() if settings.get(theirs)}

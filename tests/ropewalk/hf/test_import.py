@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import edit
+from conftest import edit, pe_options
 from hf_models import GPT2, SIZES, TOKENS, VOCAB, assert_both_ways, assert_same_logits, hf_model, network
 from safetensors.torch import load_file, save, save_file
 
@@ -49,6 +49,14 @@ def test_models_are_read_and_written_with_the_same_logits(name, tmp_path):
     model = hf_model(kind, **options)
     model.save_pretrained(tmp_path / "in")
     assert_both_ways(model, tmp_path / "in")
+
+
+@pytest.mark.parametrize("name", ["gemma3", "olmo3", "smollm3"])
+def test_parts_of_a_pattern_are_named_as_in_its_preset(name, tmp_path):
+    """Or a reading by the preset would take nothing over from the model."""
+    kind, options = KINDS[name]
+    hf_model(kind, **options).save_pretrained(tmp_path)
+    assert set(read_model(tmp_path).pe["pattern"]) == set(pe_options(name)["pattern"])
 
 
 @pytest.mark.parametrize(

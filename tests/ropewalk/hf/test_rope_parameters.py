@@ -74,7 +74,7 @@ def test_every_rope_type_is_read_and_written(kind, variant, style, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("yarn", {"attention_factor": 1.5, "factor": 1.0}, "does not rotate and sharpen as Yarn does"),
+        ("yarn", {"attention_factor": 1.5, "factor": 1.0}, "does not rotate and sharpen as Rotary does"),
         ("yarn", {"beta_fast": 32.0, "beta_slow": 30.0}, "does not rotate and sharpen as Yarn does"),
         ("yarn", {"rope_type": "su"}, r"rope_type='su' is not supported; these are: default, linear"),
         ("yarn", {"factor": 0.5}, r"pe\.scale=0\.5 must be below 2\^31 and at least 1"),
