@@ -163,9 +163,8 @@ class Training:
             print(f"continuing {run.path} after step {progress.step}")
         if base and not progress.step:
             missing = load_weights(self.net, base, partial=cfg.init_partial)
-            print(
-                f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(missing) or 'none'}"
-            )
+            at_random = ", ".join(missing) or "none"
+            print(f"starting from the weights of {cfg.init_from}; initialised at random: {at_random}")
             if cfg.init_optimizer:
                 checkpoints.take_over(base["source"], self.net, self.optimizer)
         return progress

@@ -127,10 +127,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
         ctx = replace(ctx, window=None)  # it hides nothing
     if bias is None and ctx.window is None:
         # One kernel without a mask. A single query is the newest token, and sees every key.
+        if n_queries == n_keys:
+            return fused(q, k, v, ctx, causal=True)
         if n_queries == 1:
             return fused(q, k, v, ctx)
         # A GPU reads a piece of a text by one kernel. Elsewhere, and compiled, PyTorch makes a mask of all pairs.
-        if n_queries == n_keys or (q.is_cuda and not torch.compiler.is_compiling()):
+        if q.is_cuda and not torch.compiler.is_compiling():
             return fused(q, k, v, ctx, causal=True)
 
     def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:

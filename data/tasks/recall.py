@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from conf.schema import Count
-from data.tasks.base import MOST, Draw, Sequences, Share, Size, Symbols, Task, choose, next_tokens
+from data.tasks.base import MOST, Draw, Sequences, Share, Size, Symbols, Task, choose, next_tokens, smallest
 
 
 @dataclass(kw_only=True, eq=False)
@@ -86,7 +86,7 @@ class Recall(Task):
 
     def _pairs(self, key_draw: np.ndarray, value_draw: np.ndarray, n: int) -> np.ndarray:
         """The tokens of `n` pairs of different keys and any values: int64 [B, n, key_len + value_len]."""
-        number = np.argsort(key_draw, axis=1)[:, :n, None]  # of each key among all, [B, n, 1]
+        number = smallest(key_draw, n)[..., None]  # of each key among all, [B, n, 1]
         place_value = self.keys ** np.arange(self.key_len)
         key = number // place_value % self.keys  # its digits, [B, n, key_len]
         value = (value_draw * self.values).astype(np.int64).reshape(-1, n, self.value_len)

@@ -103,8 +103,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for argument in overrides:
         # Hydra would silently merge several options of a group into one. Trackers are made to be merged.
         group, _, choice = argument.partition("=")
-        if group.startswith(("hydra/launcher", "hydra/sweeper", "hydra.sweeper")):
-            raise ConfigError(unknown_key(group, ()))
+        for gone in ("launcher", "sweeper"):
+            if group.startswith((f"hydra/{gone}", f"hydra.{gone}")):
+                raise ConfigError(unknown_key(f"hydra/{gone}", ()))
         if choice.startswith("[") and group != "logger" and (CONF_DIR / group).is_dir():
             each = choice.strip("[]")
             raise ConfigError(f"{argument}: one option at a time; for a run of each write -m {group}={each}")

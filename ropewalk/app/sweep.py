@@ -35,7 +35,7 @@ from ropewalk.training.distributed import die_with_parent, started_by
 from ropewalk.training.hardware import reset_peak_memory
 from ropewalk.training.stop import INTERRUPTED, STOPPED
 
-Job = tuple[Sequence[str], Sequence[str]]  # the overrides of a job, and those of them that vary
+Job = tuple[Sequence[str], Sequence[str]]  # all overrides of a job, and those of them that vary among the jobs
 
 
 def configure(config: DictConfig) -> Config:
@@ -133,14 +133,12 @@ def plan(overrides: Sequence[str]) -> list[RunDir]:
 
 
 def _swept_by_files(name: str, given: Sequence[Override]) -> Mapping[str, str]:
-    """What the files sweep that these overrides choose, such as an experiment: {key: its values}."""
-    choosing = []
-    for override in given:
-        # A key within a section may belong to an option that is swept, and then does not fit what is composed here.
-        chooses_a_file = "." not in override.get_key_element() or override.is_hydra_override()
-        if chooses_a_file and not override.is_sweep_override():
-            choosing.append(str(override.input_line))
-    with composed(name, *choosing) as config:
+    """What a file that is composed sweeps, such as an experiment: {key: its values}."""
+    # Composed without what is swept on the command line, and so without keys like pe.scale, which may belong to an
+    # encoding that is swept. Such keys choose no file.
+    unswept = [override for override in given if not override.is_sweep_override()]
+    of_groups = [override for override in unswept if "." not in override.get_key_element()]
+    with composed(name, *[str(override.input_line) for override in of_groups]) as config:
         return config.hydra.sweeper.get("params") or {}
 
 
@@ -153,9 +151,10 @@ def _jobs(name: str, overrides: Sequence[str]) -> list[Job]:
     # First what a file sweeps, then the command line, in which a later override replaces an earlier one.
     for override in [*parser.parse_overrides(in_files), *given]:
         key = override.get_key_element()
-        choices[key] = [str(override.input_line)]
         if override.is_sweep_override():
             choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        else:
+            choices[key] = [str(override.input_line)]
     several = [options for options in choices.values() if len(options) > 1]
     varying = set(itertools.chain(*several))
     jobs = itertools.product(*choices.values())

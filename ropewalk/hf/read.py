@@ -193,16 +193,22 @@ def _architecture(config: Any, arch: Architecture) -> GPTConfig:
     # transformers has no settings for these: an architecture has one value of each.
     for key in ("norm", "norm_at", "qk_norm"):
         (settings[key],) = arch.limits[f"model.{key}"]
-    # For the bias it has two or none. A pair that fits no value of ours is refused.
-    accepted = arch.limits.get("model.bias", (True,))
-    biases = (getattr(config, "attention_bias", False), getattr(config, "mlp_bias", False))
-    values = {(False, False): False, (True, False): "attention", (True, True): True}
-    settings["bias"] = accepted[0] if len(accepted) == 1 else values.get(biases)
+    settings["bias"] = _bias(config, arch)
     # A width of heads that is the default is left open, as in a configuration of our own.
     head_dim = settings.get("head_dim")
     if head_dim and head_dim * settings["n_head"] == settings["dim"]:
         settings["head_dim"] = None
     return parse(GPTConfig, settings)
+
+
+def _bias(config: Any, arch: Architecture) -> Any:
+    """Return our setting for the biases of linear layers; None, which is refused, if we have no such ones."""
+    accepted = arch.limits.get("model.bias", (True,))
+    if len(accepted) == 1:
+        return accepted[0]
+    # Architectures that accept several values have two settings.
+    pairs = {(False, False): False, (True, False): "attention", (True, True): True}
+    return pairs.get((getattr(config, "attention_bias", False), getattr(config, "mlp_bias", False)))
 
 
 def _encodings(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:

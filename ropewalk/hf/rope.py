@@ -95,13 +95,8 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     if not layer.rotates:
         return options | named("nope", PositionEncoding)
 
-    settings = config.rope_parameters[layer.kind] if arch.by_kind else config.rope_parameters
-    # None means the default. Only for truncate does transformers read it as false.
-    settings = {key: value for key, value in settings.items() if value is not None or key == "truncate"}
-    kind = settings["rope_type"]
-    if kind not in TYPES:
-        raise ValueError(f"rope_type={kind!r} is not supported; these are: {', '.join(TYPES)}")
-    name, cls, names = TYPES[kind]
+    settings = _settings(config, arch, layer)
+    name, cls, names = TYPES[settings["rope_type"]]
     original = settings.get(ORIGINAL) or getattr(config, ORIGINAL, None) or shape.train_len
     factor = float(settings.get("factor", shape.train_len / original))
     if issubclass(cls, ScaledRotary) and factor == cls.unscaled:  # it changes nothing
@@ -119,6 +114,16 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     options = named(name, cls) | options
     check(build_encodings(options, shape)[0], config, arch, layer)
     return options
+
+
+def _settings(config: Any, arch: Architecture, layer: Layer) -> dict[str, Any]:
+    """Return the rotary settings for a layer, those that are given. Raises ValueError: their type is unknown here."""
+    settings = config.rope_parameters[layer.kind] if arch.by_kind else config.rope_parameters
+    kind = settings["rope_type"]
+    if kind not in TYPES:
+        raise ValueError(f"rope_type={kind!r} is not supported; these are: {', '.join(TYPES)}")
+    # None means the default. Only for truncate does transformers read it as false.
+    return {key: value for key, value in settings.items() if value is not None or key == "truncate"}
 
 
 def named(name: str, cls: type) -> dict[str, Any]:
@@ -143,32 +148,35 @@ def _frequencies(config: Any, arch: Architecture, layer: Layer, length: int) -> 
     return getattr(embedding, f"{prefix}inv_freq"), getattr(embedding, f"{prefix}attention_scaling")
 
 
-def check(pe: Any, config: Any, arch: Architecture, layer: Layer) -> None:
-    """Raise ValueError unless transformers rotates and sharpens in `layer` as `pe`, a `Rotary`, does at all lengths."""
+def check(pe: PositionEncoding, config: Any, arch: Architecture, layer: Layer) -> None:
+    """Raise ValueError unless transformers rotates and sharpens in `layer` as `pe` does, at all lengths."""
+    assert isinstance(pe, Rotary)
     original = getattr(pe, "original_len", pe.train_len)
     # Frequencies that change with the length do so beyond the original one.
     for length in (original, original + 1, 4 * original):
         theirs, sharpening = _frequencies(config, arch, layer, length)
         ours = pe.frequencies(length).float()
         same_frequencies = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=0)
-        if not (same_frequencies and math.isclose(pe.logit_scale, sharpening**2, rel_tol=1e-6)):
+        same_logits = math.isclose(pe.logit_scale, sharpening**2, rel_tol=1e-6)
+        if not (same_frequencies and same_logits):
             raise ValueError(
                 f"by rope_parameters={config.rope_parameters} {arch.name} does not rotate and sharpen as "
                 f"{type(pe).__name__} does here, with a logit scale of {pe.logit_scale:g}"
             )
 
 
-def write(pe: Any, reach: int) -> dict[str, Any]:
+def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
     """Return the settings of transformers for `pe` at its active scale.
 
     Args:
-        pe: encoding of a layer, a `Rotary` with any frequencies.
+        pe: encoding of a layer, RoPE with any frequencies.
         reach: tokens that the model was trained to read without a scaling.
 
     Returns:
         `rope_parameters`; `max_position_embeddings`, the length that `pe` reaches at this scale; and for a scaling
         `original_max_position_embeddings`.
     """
+    assert isinstance(pe, Rotary)
     original = getattr(pe, "original_len", reach)
     settings = _rope_parameters(pe)
     kind = settings["rope_type"]

@@ -111,34 +111,48 @@ def gain(
     if rows.empty:
         raise NothingError("nothing to draw: no run has measured the loss of a text and of the cut text")
     ax = dressed(ax)
-    cut = " or ".join(map("{:,.0f}".format, sorted(rows.cut.unique())))
     # Most lines are compared with themselves, which needs no words.
-    baselines = rows.reference if column == "lead" else rows.base[rows.base.str.startswith(START)]
-    names = [line for line in baselines.unique() if line]
-    whose = "what each is compared with, on " if len(names) > 1 else "".join(f"{name} on " for name in names)
+    compared_with = rows.reference if column == "lead" else rows.base[rows.base.str.startswith(START)]
     note = "below 0 cut the text; bars: 95 % interval, dots: seeds; dashed: read otherwise than trained"
-    titled(ax, f"Gain over {whose}the text cut to {cut} tokens", f"{rows.unit.iloc[0]}; {note}")
+    titled(ax, f"Gain over {_on_cut_text(rows, compared_with)}", f"{rows.unit.iloc[0]}; {note}")
     ax.axhline(0, color=LIGHT.muted, linewidth=1.2, zorder=1)
 
-    # On the axis gains can be told apart: neither a failure nor the best possible may squeeze them, nor an interval.
-    # The best line of the longest text is on it in any case, with its intervals.
     points = rows[["line", "seed", "length", *interval(column)]].set_axis(POINT, axis=1)
-    means = over_seeds(points)
-    gains = means[means.line != BEST_POSSIBLE]
-    last = gains[gains.x == gains.x.max()]
-    best = gains[gains.line.isin(last.line[last.y == last.y.max()])]
-    most = max(FLOOR, gains.y.max())
-    highest = max(most, means.y[means.y <= 1.6 * most].max(), best.high.max())
-    lowest = max(gains.low.min(), min(-1.2 * highest, best.low.min()))
-    pad = 0.06 * (highest - lowest)
     lengths = sorted(points.x.unique())
     ax.set_xscale("log")
     ax.set_xlim(lengths[0] / 1.06, lengths[-1] * 1.06)
     ax.xaxis.set_major_locator(ticker.FixedLocator(lengths, nbins=5))  # for so many words even a phone has room
     ax.minorticks_off()
     ax.set_xlabel("length of the text in tokens")
-    _draw(ax, points, _looks(rows, lines), (lowest - pad, highest + pad), "{:+.2f}")
+    _draw(ax, points, _looks(rows, lines), _limits_of_gains(points), "{:+.2f}")
     return ax
+
+
+def _on_cut_text(rows: pd.DataFrame, compared_with: pd.Series) -> str:
+    """Say what gains are over: the text cut to so many tokens, and whose loss on it if these are lines of their own."""
+    cut = " or ".join(map("{:,.0f}".format, sorted(rows.cut.unique())))
+    names = [line for line in compared_with.unique() if line]
+    whose = "what each is compared with, on " if len(names) > 1 else "".join(f"{name} on " for name in names)
+    return f"{whose}the text cut to {cut} tokens"
+
+
+def _limits_of_gains(points: pd.DataFrame) -> tuple[float, float]:
+    """Return the ends of an axis on which gains can be told apart, of POINT by length.
+
+    Neither a failure nor the best possible may squeeze them, nor an interval. The best line of the longest text is on
+    the axis in any case, with its intervals.
+    """
+    means = over_seeds(points)
+    gains = means[means.line != BEST_POSSIBLE]
+    last = gains[gains.x == gains.x.max()]
+    best = gains[gains.line.isin(last.line[last.y == last.y.max()])]
+    most = max(FLOOR, gains.y.max())
+    # What is possible is shown as far as it leaves gains more than half of the axis.
+    highest = max(most, means.y[means.y <= 1.6 * most].max(), best.high.max())
+    # A loss takes little more room than the gains.
+    lowest = max(gains.low.min(), min(-1.2 * highest, best.low.min()))
+    pad = 0.06 * (highest - lowest)
+    return lowest - pad, highest + pad
 
 
 def curves(

@@ -133,9 +133,8 @@ def test_the_hash_of_texts_is_equal_exactly_where_the_same_tokens_are_scored(sou
         source.validation(64, 640),
         source.validation(50, 640),
     ]
-    hashes = {part.texts_hash for part in different}
 
-    assert len(hashes) == len(different)
+    assert len({part.texts_hash for part in different}) == len(different)
     assert {part.texts_hash for part in eval_sets(source)} == {alone.texts_hash}
 
 

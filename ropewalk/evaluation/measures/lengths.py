@@ -41,8 +41,9 @@ def lengths(data: Data, cfg: Config) -> Plan:
 
 def _score(data: Data, part: EvalSet, optimum: Callable[[int], np.ndarray | None], score: Scorer) -> list[Measured]:
     sums = score(part)
-    what: dict[str, Any] = {"task": data.task, "difficulty": part.name} if data.task else {}
-    return [sums.measured(part.length, optimum=optimum(len(sums.nats)), texts=part, **what)]
+    if data.task:  # whose optimum nobody knows, so that no text is drawn for it
+        return [sums.measured(part.length, texts=part, task=data.task, difficulty=part.name)]
+    return [sums.measured(part.length, optimum=optimum(len(sums.nats)), texts=part)]
 
 
 def _optimum(data: Data, part: EvalSet, n: int) -> np.ndarray | None:
