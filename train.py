@@ -117,8 +117,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
             validation = training.validate()
             training.measure(run, progress.step)
             if distributed.is_rank_zero():
-                # training.json marks the run as complete, so it must be the last file.
-                write_json(run.path / "training.json", sealed(size | rows.record(progress, cfg, hardware, validation)))
+                # training.json marks the run as complete, so it must be its last file. Trackers show costs from it.
+                record = size | rows.record(progress, cfg, training.hardware, validation)
+                write_json(run.path / "training.json", sealed(record))
                 logger.publish()
     return run
 
@@ -137,7 +138,10 @@ class Training:
         self.ranks = Ranks(fabric, net, cfg, hardware)
         self.optimizer = make_optimizer(net, cfg.optim)
         self.plan = Plan(cfg, net)
+        # Without kernels where a rank cannot use them.
         self.hardware = distributed.install_kernels(self.plan.encodings, hardware)
+        # Kernels and ranks that share a text bring a reading for all batches. Others are read by `model.reading`, with
+        # documents apart if there is a `document_end` (data.documents=mask).
         self.reader = distributed.reader_of(cfg.trainer, self.hardware, data.document_end, self.plan.encodings)
 
     def rehearse(self) -> None:
@@ -236,7 +240,7 @@ class Training:
         """The texts that this rank reads or shares, from the step after `start_step` on.
 
         Yields:
-            Inputs and targets, int64 [B, T], on the CPU.
+            Inputs and targets, int64 [B, T], on the CPU. Targets that do not count are IGNORE_INDEX.
         """
         return micro_batches(
             self.data, self.cfg.batch_shape, self.cfg.seed, start_step=start_step,
@@ -264,7 +268,7 @@ class Training:
             self.ranks.seed(cfg.seed, (step - 1) * n + m)
             with self.ranks.accumulating(last=m == n - 1):
                 totals += self.backward(*next(batches), encodings)
-        totals = self.ranks.reduced(totals)
+        totals = self.ranks.average_gradients(totals)
 
         # The gradient so far is that of the mean of loss x share. Dividing by the mean share makes it that of the mean
         # loss over all scored targets.
@@ -281,7 +285,7 @@ class Training:
         """
         t = self.cfg.trainer
         positions = draw_positions(t.positions, x.size(1), t.max_position, self.ranks.fabric.device)
-        reading = self.reader(x) if positions is None else Reading(positions)
+        reading = self.reader(x) if positions is None else Reading(positions)  # drawn ones are of whole texts only
         x, y = self.ranks.fabric.to_device((x, y))
         loss = self.ranks.model(x, reading, encodings=encodings, targets=y)
         share = (y != IGNORE_INDEX).float().mean()
@@ -307,11 +311,11 @@ class Training:
         progress.loss_sum = progress.loss_weight = 0.0
 
     def validate(self) -> dict[str, Any]:
-        """The loss on fixed windows of the training length."""
+        """The loss on fixed windows of the training length, at the scale that the encodings train at."""
         return loop.validate(self.net, self.data, self.cfg, reader=self.reader, autocast=self.hardware.autocast)
 
     def measure(self, run: RunDir, step: int) -> None:
-        """Evaluate the weights after `step`, and save the results in the run."""
+        """Evaluate the weights after `step`, at each scale and read by each of eval.variants, and save the results."""
         loop.measure(
             self.net, self.data, self.cfg, self.hardware, run.path, run_id=run.run_id, step=step, reader=self.reader
         )

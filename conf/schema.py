@@ -309,14 +309,15 @@ def parse(schema: type[S], values: Any, prefix: str = "") -> S:
 
 def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, str]:
     """The key that pydantic's error `detail` is about, and the message about it."""
-    path: list[str] = []
-    value: Any = values
-    siblings: Any = values
+    # The location is followed as far as it leads.
+    path: list[str] = []  # the keys on the way
+    value: Any = values  # what they lead to
+    siblings: Any = values  # the section that holds it
     for part in detail["loc"]:
         # A part that leads nowhere names an alternative of a union: it is no key.
         with suppress(LookupError, TypeError):
             inner = value[part]
-            # The number of a section in a list is a key. A list of plain values is reported whole.
+            # A key of a section, or the number of a section in a list. A list of plain values is reported whole.
             if isinstance(value, Mapping) or isinstance(inner, Mapping):
                 path.append(str(part))
                 siblings = value

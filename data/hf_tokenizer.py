@@ -55,7 +55,8 @@ class HFTokenizer(Tokenizer):
         self.label = f"{type(self.backend.model).__name__.lower()}-{self.vocab_size}"
         self.eot = _end_token(folder, self.backend, self.name)
         self.pieces, self.token_bytes = _byte_pieces(self.backend, self.vocab_size)
-        # Its own steps may change a text, such as to lower case: bits per byte count the bytes of the text itself.
+        # Its normaliser may change a text, such as to lower case: `TextData.token_bytes` makes up for that. But the
+        # bytes of its tokens must spell out exactly what the normaliser leaves.
         normalizer = self.backend.normalizer
         expected = PROBE if normalizer is None else normalizer.normalize_str(PROBE).replace("▁", " ")
         (ids,) = self.encode([PROBE])
@@ -63,6 +64,7 @@ class HFTokenizer(Tokenizer):
         if written.strip(" ") != expected.strip(" "):  # SentencePiece puts a space before a text
             remedy = "choose one that is byte-level (GPT-2, Llama 3, Qwen), or has byte fallback (Llama 2)"
             raise ValueError(f"data.tokenizer={self.name}: the bytes of its tokens are unknown: {remedy}")
+        # Where its own steps put a token before a text, the first id is another.
         with_special = self.backend.encode(PROBE).ids
         self.bos = None if with_special[0] == ids[0] else with_special[0]
         content = json.dumps([values, self.eot], sort_keys=True)
@@ -130,20 +132,20 @@ def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
 
 
 def _end_token(folder: Path, backend: Any, name: str) -> int:
-    """The id of the token that ends a text, from the first file of the folder that names one, by its text or its id."""
+    """The id of the token that ends a text, from the first file that names a usable one, by its text or its id."""
     for file in ("tokenizer_config.json", "generation_config.json", "config.json"):
         path = folder / file
         values = read_json(path.resolve()) if path.is_file() else {}  # files in the hub's cache are links
+        # Somebody else's file may have anything in both places. What is no token, or no id of one, is passed over.
         token = values.get("eos_token")
         if isinstance(token, dict):
             token = token.get("content")
         end: Any = backend.token_to_id(str(token)) if token else values.get("eos_token_id")
         if isinstance(end, list):  # several tokens may end a text; the first one is ours
             end = next(iter(end), None)
-        # Somebody else's file may have anything here.
         is_id = type(end) is int and 0 <= end < MAX_RANK
         text = backend.id_to_token(end) if is_id else None
-        # The end of a document must be certain: a token that ordinary text can also give would not mark it.
+        # Usable: it exists, and ordinary text cannot give it, as it would not mark the end of a document then.
         if text is not None and end not in backend.encode(text, add_special_tokens=False).ids:
             return end
     remedy = f"name one as eos_token in {folder}/tokenizer_config.json"

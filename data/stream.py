@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -122,11 +123,13 @@ class TextData(Data):
         split = self._split("train", length)
         starts = _window_starts(np.asarray(indices, dtype=np.int64), split.tokens, length, seed)
         x, y = split.windows(starts, length)
-        self._begin(x, y)
+        self._mark_starts(x, y)
         return x, y
 
-    def _begin(self, x: Tensor, y: Tensor) -> None:
+    def _mark_starts(self, x: Tensor, y: Tensor) -> None:
         """Let windows begin as texts do, and leave the first tokens of masked documents out of `y`; in place."""
+        # It takes the place of a token, so that lengths stay. This comes first: where that token ended a document, a
+        # text begins here all the same, and its first target counts.
         if self.text_start is not None:
             x[:, 0] = self.text_start
         # Where attention stays within a document, nothing in the end of one predicts the start of the next.
@@ -165,12 +168,9 @@ class TextData(Data):
         order = feistel_permutation(np.arange(len(sizes)), len(sizes), [1, 2, 3, 4])
         # First the first segment of each document that has one, then the second ones, and so on: otherwise one long
         # document could fill the set.
-        counts = segments[order]
-        owners = np.repeat(order, counts)
-        turns = np.arange(len(owners)) - np.repeat(counts.cumsum() - counts, counts)
-        first = np.argsort(turns, kind="stable")[:sequences]
-        pieces = owners[first]
-        ends = offsets[pieces] + (turns[first] + 1) * longest
+        candidates = ((piece, turn) for turn in range(segments.max()) for piece in order[segments[order] > turn])
+        pieces, turns = np.array(list(islice(candidates, sequences))).T
+        ends = offsets[pieces] + (turns + 1) * longest
         # The document of each text is its file. If all are from one file, its pieces count as documents instead; if
         # they are from one piece, each text counts as a document of its own.
         documents = None
@@ -189,7 +189,7 @@ class TextData(Data):
         def batch(start: int, stop: int) -> tuple[Tensor, Tensor]:
             x, y = split.windows(ends[start:stop] - length, length)
             y[:, : length - target_tokens] = IGNORE_INDEX
-            self._begin(x, y)
+            self._mark_starts(x, y)
             return x, y
 
         parts: list[Any] = [split.sha256, target_tokens, ends.tolist()]

@@ -119,7 +119,8 @@ def _encoding(label: str, pattern: str, ranks: dict[bytes, int]) -> tiktoken.Enc
 
 def _read_ranks(path: str, published: list[str]) -> dict[bytes, int]:
     """Read a vocabulary file. Raises ValueError if it is missing or damaged."""
-    # tiktoken's own reader caches by path, and would miss that a file has changed.
+    # tiktoken's own reader caches by path, and would miss that a file has changed. The user's file may be a link, so it
+    # is resolved. A pipe or a device is refused: reading it would wait for a writer, or never end.
     ranks: dict[bytes, int] = {}
     try:
         lines = [line for line in read_bytes(refuse_link(Path(path).resolve())).splitlines() if line]

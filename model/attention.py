@@ -23,17 +23,19 @@ BLOCK = 128  # queries whose scores are held at once
 class Context:
     """What an encoding knows of one call of attention. The queries are the newest of the keys' tokens.
 
-    Where a batch is not one text in each row, a reading brings contexts of its own, which take the place of this one in
-    the layers: of packed documents (`model.reading`), and of texts that several ranks share.
+    `model.position.layer` makes one for each encoding of a forward pass. Where a batch is not one text in each row, its
+    reading (`model.reading`) puts objects of its own in the place of this one, which have `attend` and `earlier` too.
+    That of packed documents makes each document a row of its own, which one of these contexts reads, so that no mask
+    is needed between documents.
     """
 
     pos_q: Tensor  # int64 [Tq]
     pos_k: Tensor  # int64 [Tk], cached keys included; its last Tq entries are pos_q
     length: int  # tokens of the text so far, dropped and left-out ones included
-    tables: Any  # what `PositionEncoding.tables` returned: for all tokens of the pass, cached and dropped ones included
+    tables: Any  # what `PositionEncoding.tables` returned: for all tokens, also those whose keys a cache has dropped
     scale: float  # multiplies q.k: logit_scale / sqrt(head_dim)
     window: int | None = None  # query i sees the keys with i - j < window; None: all keys up to itself
-    temperature: Tensor | None = None  # of each query's scores, [H or 1, Tq or 1, 1]: see `tempered`
+    temperature: Tensor | None = None  # of each query's scores, broadcasts to [B, H, Tq, 1]: see `tempered`
     sinks: Tensor | None = None  # a logit for each head, [H], that takes part in the softmax: see `softmax`
     has_gaps: bool = False  # tokens of the text are missing: neighbours among the keys may be far apart
     cache: Cache | None = None  # holds the tokens before the first query
@@ -46,7 +48,7 @@ class Context:
 
         Args:
             q: queries [B, T, H, D].
-            k, v: keys and values of the same tokens, or of tokens before them too, [B, Tk, Hkv, D].
+            k, v: keys and values [B, Tk, Hkv, D] of the same tokens, and of those before them that other ranks hold.
             state: what `pe.state` made of the tokens of k, [B, Tk, ...] each.
             layer: owns its part of the cache.
             sinks: see `softmax`.
@@ -74,7 +76,7 @@ class Context:
         """
         tokens = x.size(1)
         if self.cache is not None:
-            x = self.cache.append(owner, {"x": x}, visible=n)["x"]  # [B, up to n + T, C]
+            x = self.cache.append(owner, {"x": x}, visible=n)["x"]  # [B, T to n + T, C], with the tokens before
         return shifts(F.pad(x, (0, 0, n + tokens - x.size(1), 0)), n)
 
     def block(self, start: int, stop: int, low: int = 0) -> "Context":
@@ -140,8 +142,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
             return fused(q, k, v, ctx, visible=ctx.visible())
         return biased(q, k, v, ctx, bias(q, ctx))
 
-    # The backward pass keeps the mask of a window, which is small. Scores with a bias, or a mask over all keys, are
-    # computed again.
+    # The backward pass keeps the mask of a window, which is small. Scores with a bias are computed again, and so is the
+    # mask of a piece of a text, over all keys.
     return in_blocks(block, (q,), (k, v), ctx, recompute=bias is not None or ctx.window is None)
 
 
@@ -200,7 +202,7 @@ def fused_with_sinks(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, visible: 
     if visible is not None:
         visible = F.pad(visible, (1, 0), value=True)  # [Tq, 1 + Tk]
     if causal:
-        # A query for the additional key too, so that query t still sees keys 0..t; its result is dropped.
+        # A query for the additional key too, as there may be as many queries as keys; its result is dropped.
         q = F.pad(q, (0, 0, 1, 0))  # [B, H, 1 + Tq, D + extra]
     out = fused(q, k, v, replace(ctx, sinks=None), visible=visible, causal=causal)
     return out[:, :, int(causal) :, :-extra]

@@ -53,7 +53,9 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(cfg.n_head)) if cfg.sinks else None
 
     def forward(self, x: Tensor, pe: PositionEncoding, ctx: Context) -> Tensor:
-        q, k, v = self.mix(self.qkv(x), self.split, ctx)
+        qkv = self.mix.convolved(self.qkv(x), ctx)  # [B, T, (H + 2 Hkv) D]
+        q, k, v = self.split(qkv)
+        k = self.mix.with_offset(k, ctx)
         heads = ctx.attend(pe, q, k, v, pe.state(x), layer=self, sinks=self.sinks)  # [B, T, H, D]
         return self.out(heads.flatten(2))
 
@@ -178,12 +180,13 @@ class GPT(nn.Module):
         Args:
             reading: what the rows are: texts, packed documents, or texts that several ranks share, of which each gets
                 the hidden states of its own part.
-            encodings: one for each layer, instead of the network's own: at a scale, or of a stage of training. They
-                have the same parameters.
+            encodings: one for each layer, instead of the network's own: an evaluation passes those of another scale
+                (`model.position.network.at_scale`), training those of a stage. They have the same parameters.
             cache: holds the text before `idx`, and gets `idx` too.
         """
         encodings = encodings or self.encodings
-        # Where ranks share a text, `idx` and `pos` become those of this rank's part.
+        # A context for each encoding, with its tables, softmax scale and temperature, made by `make_context` of
+        # `model.position.layer`. Where ranks share a text, `idx` and `pos` become those of this rank's part.
         idx, pos, contexts = reading.contexts(dict.fromkeys(encodings), idx, cache)
         x = self.embedding(idx)  # [B, T, C]
         for pe in contexts:

@@ -1,6 +1,6 @@
 """How a batch is read: whole texts, or packed documents. `lab` and the ranks of a run bring readings of their own.
 
-A reading makes, for each encoding, the context that its layers attend with. All contexts have the methods `attend` and
+A reading makes, for each encoding, the context that its layers attend with. A context has the methods `attend` and
 `earlier` of `model.attention.Context`, so the network asks nobody what a batch is.
 """
 
@@ -85,16 +85,16 @@ class Packed(Reading):
     def contexts(
         self, encodings: Iterable[PositionEncoding], idx: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Tensor, Contexts]:
-        assert cache is None
+        assert cache is None  # no text is continued by packed documents
         device = idx.device
         rows = [rows.to(device) for rows in self.rows]
-        here = Packed(rows=rows, place=self.place.to(device), pos=self.pos.to(device))
+        on_device = Packed(rows=rows, place=self.place.to(device), pos=self.pos.to(device))
         # Each piece is a text of its own, so its positions begin at 0, and all rows of a width share one context.
-        positions = [torch.arange(rows.size(1), device=device) for rows in here.rows]  # [L] of each width
+        positions = [torch.arange(rows.size(1), device=device) for rows in on_device.rows]  # [L] of each width
         contexts = {}
         for pe in encodings:
-            contexts[pe] = PackedContext(here, [make_context(pe, pos, len(pos), len(pos)) for pos in positions])
-        return idx, here.pos, contexts
+            contexts[pe] = PackedContext(on_device, [make_context(pe, pos, len(pos), len(pos)) for pos in positions])
+        return idx, on_device.pos, contexts
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,11 +111,11 @@ class PackedContext:
     ) -> Tensor:  # fmt: skip
         out = []
         for rows, ctx in zip(self.documents.rows, self.by_width, strict=True):
-            pieces = [_take(x.flatten(0, 1), rows) for x in (q, k, v, *state.values())]  # [n, L, ...] each
-            q_rows, k_rows, v_rows, *others = pieces
-            state_rows = dict(zip(state, others, strict=True))
+            # Of the tokens of the pieces: [n, L, H, D], twice [n, L, Hkv, D], and [n, L, ...] each of the state.
+            q_rows, k_rows, v_rows = [_take(x.flatten(0, 1), rows) for x in (q, k, v)]
+            state_rows = {name: _take(x.flatten(0, 1), rows) for name, x in state.items()}
             heads = ctx.attend(pe, q_rows, k_rows, v_rows, state_rows, layer=layer, sinks=sinks)  # [n, L, H, D]
-            out.append(heads.flatten(0, 1))
+            out.append(heads.flatten(0, 1))  # [n L, H, D]
         return _take(torch.cat(out), self.documents.place)  # back in the order of the batch
 
     def earlier(self, owner: Hashable, x: Tensor, n: int) -> list[Tensor]:
@@ -144,8 +144,9 @@ def packed(idx: Tensor, end: int | None) -> Reading:
 
     # All pieces of one width are one call of attention, so widths should be few. A power of two at most doubles a piece
     # that is not shorter than SHORTEST.
-    doubled = [SHORTEST * 2**n for n in range(length.bit_length())]
-    all_widths = torch.tensor([*(width for width in doubled if width < length), length])  # ascending
+    # 2 ** length.bit_length() exceeds the length, so no smaller width is left out.
+    doubled = [SHORTEST * 2**n for n in range(length.bit_length()) if SHORTEST * 2**n < length]
+    all_widths = torch.tensor([*doubled, length])  # ascending
     widths = all_widths[torch.searchsorted(all_widths, sizes)]  # of each piece the least that holds it
     rows = []
     place = torch.empty(total, dtype=torch.long)

@@ -117,6 +117,7 @@ def refuse_link(path: Path) -> Path:
         ValueError: it is a symbolic link, through which a run of somebody else would reach files outside of it; or a
             named pipe, a socket or a device, which a program that opens it would wait for without end.
     """
+    # What is missing passes, as a plain file: whoever opens it says so.
     mode = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise ValueError(f"{path} is a link, a pipe or a device, which is not followed: replace it by a plain file")
@@ -219,7 +220,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ValueError: see `read_text`; or it holds no object.
+        ValueError, OSError: see `read_text`; or it is no JSON, or no object.
     """
     values = _parsed(path, json.loads)
     if not isinstance(values, dict):

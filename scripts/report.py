@@ -52,12 +52,14 @@ def main(args: Arguments) -> None:
         asked = f" with a name as in only={args.only} exclude={args.exclude}" if args.only or args.exclude else ""
         raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
 
-    named = [kind for kind in get_args(Format) if str(args.out).endswith(f".{kind}")]
-    kind: str = args.format or next(iter(named), "html")
+    # The format that the name of `out` asks for; a page by default.
+    of_name = [kind for kind in get_args(Format) if args.out and args.out.endswith(f".{kind}")]
+    kind: str = args.format or (of_name[0] if of_name else "html")
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
-    beside = next(filter(Path.is_dir, map(Path, folders)), Path())
-    out = Path(args.out or Path(beside, page.PAGE).with_suffix(f".{kind}"))
+    # Some of `folders` may be files of results.
+    first_folder = next((Path(folder) for folder in folders if Path(folder).is_dir()), Path())
+    out = Path(args.out or (first_folder / page.PAGE).with_suffix(f".{kind}"))
     if kind in TEXTS:
         text = printable(TEXTS[kind](runs, args.reference))
         if args.out is None:
@@ -71,7 +73,7 @@ def main(args: Arguments) -> None:
     else:
         from ropewalk.report import plot  # which takes long to import
 
-        figure = plot.gain(results(runs, args.reference), plot.new())
-        write_bytes(out, plot.written(figure, kind))
+        axes = plot.gain(results(runs, args.reference), plot.new())
+        write_bytes(out, plot.written(axes, kind))
 
     print(f"wrote {out}: {sum(runs.runs.get('done', []))} complete runs, {len(runs.left_out)} left out")

@@ -54,7 +54,8 @@ def main(args: Arguments) -> None:
     hardware = Hardware.resolve(accelerator=args.device, precision="32-true")
     model = ropewalk.load(path, pe=pe, device=hardware.device)
     tokens = len(model.encode(prompt)) + args.max_new_tokens
-    scale = max(pe.active_scale for pe in for_length(model.net.encodings, tokens, model.net.train_len))
+    # The scale that `stream` reads at too; here for the messages.
+    scale = max(encoding.active_scale for encoding in for_length(model.net.encodings, tokens, model.net.train_len))
     known = model.net.train_len * scale
     if tokens > known:
         print(f"warning: {tokens} tokens, and the model has learned to read {known:g}", file=sys.stderr)

@@ -143,8 +143,9 @@ class Markov(Generated):
         n, length = pairs.shape
         losses = np.empty((n, length))
         log_stay = math.log1p(-self.switch) if self.switch < 1 else -math.inf
-        # Column s: log-probability that the chain was drawn last just before symbol s, given all symbols so far. They
-        # stay logarithms, for the weight of a place may fall below the smallest float64 and rise again.
+        # Column s: log-probability that the chain was drawn last just before symbol s, given all symbols so far. In
+        # columns that the loop has not reached: that of a draw there, which is certain at the first. They stay
+        # logarithms, for the weight of a place may fall below the smallest float64 and rise again.
         log_weights = np.full((n, length), math.log(self.switch))
         log_weights[:, 0] = 0
         n_context = np.zeros((n, length))

@@ -25,7 +25,11 @@ def view(pe: PositionEncoding, **changes: Any) -> PositionEncoding:
 
 
 def with_parameters_of(encodings: Encodings, owners: Encodings) -> Encodings:
-    """`encodings`, given the very parameters of `owners`, layer by layer: those of a stage, or of another reading."""
+    """Give `encodings`, in place, the very parameters of `owners`, layer by layer, and return them.
+
+    They are those of a stage of training, or of another reading of trained weights. The network's own encodings stay
+    registered, so its optimizer and its state dict notice nothing.
+    """
     for pe, owner in zip(encodings, owners, strict=True):
         for name, parameter in owner.named_parameters():
             assert pe.get_parameter(name).shape == parameter.shape
@@ -81,7 +85,8 @@ def at_scale(encodings: Encodings, scale: float, train_len: int) -> Encodings:
 def for_length(encodings: Encodings, length: int, train_len: int) -> Encodings:
     """The encodings to read `length` tokens with: at the largest scale beyond train_len, else as they train."""
     scales = scales_of(encodings)
-    return at_scale(encodings, max(scales) if length > train_len else scales[0], train_len)
+    scale = max(scales) if length > train_len else scales[0]
+    return at_scale(encodings, scale, train_len)
 
 
 def with_window(encodings: Encodings, longest: int) -> Encodings:

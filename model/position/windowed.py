@@ -75,11 +75,13 @@ class TrainingFree(Scaled, Rotary):
             k_zones = rotated[len(tables) :]
             zone = self.zone(ctx.pos_q[:, None] - first, ctx.pos_k - first, length)  # [Tq, Tk]
 
+            def scores_in(n: int) -> Tensor:  # [B, H, Tq, Tk]
+                return products(q_zones[n], for_heads_of(q_zones[n], k_zones[n]), ctx.scale)
+
             # The scores of zone 0, until those of another zone replace them.
-            scores = products(q_zones[0], for_heads_of(q_zones[0], k_zones[0]), ctx.scale)  # [B, H, Tq, Tk]
+            scores = scores_in(0)
             for n in range(1, len(tables)):
-                in_zone = products(q_zones[n], for_heads_of(q_zones[n], k_zones[n]), ctx.scale)
-                scores = torch.where(zone == n, in_zone, scores)
+                scores = torch.where(zone == n, scores_in(n), scores)
 
             # Pairs with a zone below 0 are not seen.
             scores = scores + torch.where(zone >= 0, ctx.mask(), -torch.inf)

@@ -122,6 +122,7 @@ def fail(error: Exception) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1)
     no_memory = isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error))
+    # ROPEWALK_TRACEBACK=1 shows where an error arose.
     if os.environ.get("ROPEWALK_TRACEBACK") == "1" or not (no_memory or isinstance(error, ERRORS)):
         return
     message = explain(error) or type(error).__name__
@@ -166,7 +167,8 @@ def recipe(config: DictConfig) -> str:
     choices = config.hydra.runtime.choices
     source = config.get("init_from")
     starts_from_run = source and not str(source).startswith("hf:")
-    if choices.get("experiment") or starts_from_run:
+    # Programs that take no experiment lack the key.
+    if choices.get("experiment", "none taken") or starts_from_run:
         return ""
     experiment = choices.get("data") if source is None else "extend"
     file = CONF_DIR / "experiment" / f"{experiment}.yaml"
@@ -199,7 +201,7 @@ def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, 
     for group, values in groups.items():
         store(_BASE, literal(dict(values)), group=group)
         for entry in defaults:
-            if group in entry:
+            if isinstance(entry, DictConfig) and group in entry:
                 entry[group] = _BASE
     store(_BASE, literal(dict(under)), group=_BASE, package="_global_")
     # After the program's own defaults, but before an experiment, which is the last of them.
@@ -267,8 +269,8 @@ def quoted(text: str) -> str:
 
 
 @functools.cache
-def _of_yaml(name: str, *_search_path: str) -> dict[str, Any]:
-    """The options in pe/`name`.yaml; the search path makes the cache tell folders apart."""
+def _of_yaml(name: str, *search_path: str) -> dict[str, Any]:
+    """The options in pe/`name`.yaml; `search_path` makes the cache tell folders apart."""
     # Not as the primary configuration, which Hydra does not look for in a user's folders.
     with composed(None, f"+pe={quoted(name)}") as config:
         return plain(config)["pe"]

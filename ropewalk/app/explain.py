@@ -42,7 +42,7 @@ def help_text(about: str, config: DictConfig) -> str:
             setting = f"  {key}={text}"
             group, *words = key.split(".")
             known = comments.get(group, of_program)
-            # The comment of an option may be that of what holds it.
+            # The comment of an option may be that of what holds it: its last word is looked up first.
             comment = next((known[word] for word in reversed([group, *words]) if word in known), "")
             lines.append(f"{setting:40} {comment}".rstrip())
     return "\n".join(lines)

@@ -69,8 +69,11 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
 
 def _tokenizer_of(source: str, data: Options) -> dict[str, Any]:
     """The tokenizer of the model `source`, for data that have one."""
-    given = {"tokenizer": source} if source.startswith("hf:") else data_options(find(source), "")
-    return {"tokenizer": given["tokenizer"]} if "tokenizer" in data and "tokenizer" in given else {}
+    if source.startswith("hf:"):
+        theirs: Options = {"tokenizer": source}
+    else:
+        theirs = data_options(find(source), cache_dir="")  # of which only the tokenizer is used
+    return {"tokenizer": theirs["tokenizer"]} if "tokenizer" in data and "tokenizer" in theirs else {}
 
 
 def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
@@ -125,7 +128,7 @@ def opened(run: str | Path, cache_dir: str = "prepared", step: int | None = None
     steps = checkpoints.steps_in(path / "checkpoints")
     if step is None and ((path / "training.json").is_file() or not steps):
         return path
-    step = step or steps[-1]
+    step = steps[-1] if step is None else step
     if step not in steps:
         raise ConfigError(f"{path} has no checkpoint of step {step}: its steps are {steps}")
     trained = load_config(path)
@@ -179,7 +182,7 @@ def _run_of(cfg: Config, base: Options, fill: Callable[[GPT], Any], made_of: str
         with run.lock():
             run.create(identity | {"made_of": made_of}, data.tokenizer_files())
             serialization.save(net, run.path, pe=cfg.pe, tokenizer=identity, original_len=length)
-    # Older versions did not write it.
+    # A run that an older version made has no "made_of": nothing tells its weights from others.
     elif read_json(run.path / "data.json").get("made_of", made_of) != made_of:
         raise ConfigError(f"{run.path} holds earlier weights of {cfg.init_from}: rename or delete it, and try again")
     print(f"{cfg.init_from} is the run {run.path}")

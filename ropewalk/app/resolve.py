@@ -68,6 +68,7 @@ def load_config(run: Path) -> Config:
 
 def with_variants(cfg: Config, encodings: Iterable[dict[str, Any]]) -> Config:
     """Return `cfg` with these encodings, each once, as its eval.variants."""
+    # By their text, as a dict is no key: `encoding` puts the options of an encoding in one order.
     distinct = {str(pe): pe for pe in encodings}
     evaluation = cfg.eval.model_copy(update={"variants": [*distinct.values()]})
     return cfg.model_copy(update={"eval": evaluation})
@@ -162,6 +163,7 @@ Rules = list[tuple[bool, str]]  # (whether keys contradict each other, or the en
 
 def _rules_of_evaluation(cfg: Config, net: GPT) -> Rules:
     shortest = min(cfg.lengths)
+    # The longest text that the network reads, it reads at its largest scale.
     largest_scale = max(scales_of(net.encodings))
     scaled = at_scale(net.encodings, largest_scale, cfg.train_len)
     max_len = max_len_of(scaled) or shortest  # without a limit the shortest is short enough
@@ -308,11 +310,10 @@ def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = Fal
     # Options decide the shapes of parameters, and whether layers share them.
     shapes = {name: p.shape for name, p in net.named_parameters()}
     old_shapes = {name: p.shape for name, p in old_net.named_parameters()}
-    reads_all = family == old_family and shapes == old_shapes
-    unread = [new for old, new in zip(old_net.encodings, net.encodings, strict=True) if new.family != old.family]
-    # Nothing that was trained may be lost by it.
-    only_drops = all(new.family == NO_ENCODING for new in unread) and shapes.keys() == old_shapes.keys()
-    if not (reads_all or (dropping and only_drops)):
+    pairs = zip(old_net.encodings, net.encodings, strict=True)
+    only_drops = dropping and all(new.family in (old.family, NO_ENCODING) for old, new in pairs)
+    # Nothing that was trained may be lost, also not by dropping.
+    if shapes != old_shapes or not (family == old_family or only_drops):
         theirs = f"{trained['pe']['name']} ({old_family})"
         if family == old_family:
             theirs += ", whose parameters have other shapes"

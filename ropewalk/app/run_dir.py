@@ -86,7 +86,8 @@ class RunDir:
         refuse_links(self.path)
         old = flatten(read_config(self.path))
         new = flatten(self.cfg.model_dump())
-        # A run may end later, or earlier, but not before what it has trained.
+        # A run may end later, or earlier, but not before what it has trained. Without a checkpoint it may end anywhere
+        # but at 0, which would leave its training out.
         if new["trainer.max_steps"] >= max(steps_in(self.checkpoints), default=1):
             new["trainer.max_steps"] = old["trainer.max_steps"]
         differences = []
@@ -167,10 +168,11 @@ class RunDir:
     def _extend(self) -> None:
         """Record another number of steps; with more of them the run is unfinished again."""
         config = read_config(self.path)
-        old, steps = config["trainer"], self.cfg.trainer.max_steps
-        if steps != old["max_steps"]:
-            print(f"{self.path}: {steps} steps instead of {old['max_steps']}; the learning rate now follows {steps}")
-            old["max_steps"] = steps
+        section, steps = config["trainer"], self.cfg.trainer.max_steps
+        if steps != section["max_steps"]:
+            before = section["max_steps"]
+            print(f"{self.path}: {steps} steps instead of {before}; the learning rate now follows {steps}")
+            section["max_steps"] = steps
             write_text(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         if not self.complete:
             # Without this record the run is unfinished. The model of the shorter training stays until the new one
@@ -264,7 +266,10 @@ def read_environment(run: Path) -> Environment:
 
 
 def read_training(run: Path) -> dict[str, Any]:
-    """Read training.json of a complete run. Raises ConfigError if it is damaged."""
+    """Read training.json of a complete run: see `train_on` and `ropewalk.training.rows.record`.
+
+    Raises ConfigError: it is damaged.
+    """
     path = run / "training.json"
     with naming_damage(path, "delete it, and the same command of train.py writes it again"):
         return unsealed(read_json(path))

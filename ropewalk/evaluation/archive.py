@@ -55,15 +55,16 @@ def write(path: Path, runs: pd.DataFrame, results: pd.DataFrame) -> None:
     Args:
         runs, results: as in `ropewalk.report.frame.Runs`.
     """
-    complete = runs[runs.done.astype(bool)].drop(columns=MADE, errors="ignore")
+    complete = runs[runs.done.astype(bool)].drop(columns=MADE, errors="ignore")  # MADE are of both tables
     number = complete.groupby("name").cumcount() + 1  # runs of two folders may have the same name, and would be one
-    complete["name"] = complete.name.where(number == 1, number.astype(str) + "-" + complete.name)
+    complete["name"] = complete.name.where(number == 1, number.astype(str) + "-" + complete.name)  # the first keeps it
     of_path = complete.to_dict("index")
     rows = results[results.path.isin(complete.index) & (results.kind != "by_position")]
     lines = []
     for row in rows.drop(columns=MADE, errors="ignore").to_dict("records"):
         run = dict(of_path[row.pop("path")])
-        config = {key: value for key, value in run.pop("config").items() if key not in LOCAL}
+        config = run.pop("config")
+        config = {key: value for key, value in config.items() if key not in LOCAL}
         row["command"] = re.sub(r" '?(runs_dir|data\.cache_dir)=\S+", "", row["command"])
         for key in SAMPLES:
             sample = row[key]
@@ -91,7 +92,8 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
             RUN.model_validate(run, strict=True)
             RESULT.model_validate(result, strict=True)
             for key in SAMPLES:
-                result[key] = result[key] and _sample(**result[key])
+                if result[key] is not None:
+                    result[key] = _sample(**result[key])
         except Exception as error:  # it may be from anybody
             raise ValueError(f"line {number} is damaged: {error}") from None
         yield run, result

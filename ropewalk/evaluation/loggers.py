@@ -28,6 +28,7 @@ BY_LENGTH = "by_length"  # section of the charts against length
 
 
 def open_tensorboard(run: RunDir, config: dict[str, Any]) -> Any:
+    """Return a logger of Fabric. What an earlier process wrote goes, since all rows are shown again."""
     from lightning.fabric.loggers import TensorBoardLogger
 
     shutil.rmtree(run.path / "tensorboard", ignore_errors=True)
@@ -111,6 +112,7 @@ class Tracker:
         for kind in kinds:
             if not find_spec(kind):
                 raise ValueError(f"logger={kind} needs a package: pip install {kind}")
+        # By kind, on rank zero: None until it is opened. One that fails is taken out.
         self.trackers: dict[str, Any] = dict.fromkeys(kinds if is_rank_zero() else [])
 
     def _each(self, act: Callable[[str, Any], None]) -> None:
@@ -188,8 +190,11 @@ def length_curves(table: pd.DataFrame) -> dict[int, dict[str, float]]:
     Names like "by_length/eval/bits_per_byte" and "by_length/zero_shot/gain" are the same for all encodings.
     """
     numbers = numbers_by_length(table)
-    names = f"{BY_LENGTH}/" + numbers["name"]
-    return {length: dict(zip(names[of.index], of.number, strict=True)) for length, of in numbers.groupby("length")}
+    numbers["name"] = f"{BY_LENGTH}/" + numbers["name"]
+    return {
+        length: dict(zip(at_length["name"], at_length.number, strict=True))
+        for length, at_length in numbers.groupby("length")
+    }
 
 
 def numbers_by_length(table: pd.DataFrame) -> pd.DataFrame:

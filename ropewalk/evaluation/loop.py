@@ -31,10 +31,11 @@ Readings = list[tuple[Variant, Encodings]]  # of the weights of one network
 def validate(
     net: GPT, data: Data, cfg: Config, *, reader: Reader | None = None, autocast: Autocast = nullcontext
 ) -> dict[str, Any]:
-    """Return means over every target of fixed windows of the training length. Every rank gets the same.
+    """Return means over every target of fixed windows of the training length. All ranks call it, and get the same.
 
     They are the loss in nats per token; bits_per_byte, without the tokens that stand for no bytes, such as the end of a
-    text; the error in percent of the tokens, None for text. Beside them stand tokens and length of the windows.
+    text, None where bytes mean nothing; the error in percent of the tokens, None for text. Beside them stand tokens and
+    length of the windows.
     """
     part = data.validation(cfg.train_len, cfg.trainer.val_tokens)
     with evaluating(net):
@@ -56,7 +57,8 @@ def is_measured(run: Path, cfg: Config) -> bool:
     """Return whether a complete run has all results that `cfg.eval` asks for, of its encoding and every variant."""
     final = [e for e in load_all(run) if e.step == cfg.trainer.max_steps]
     is_text = not any(e.task for e in final)
-    # The settings of each kind of results that is asked for.
+    # The settings of each kind of results that is asked for, under the conditions on which their plans are not None.
+    # The data, which decide there, are not read here.
     asked = {"lengths": length_settings(cfg)}
     longest = {"length": max(cfg.lengths), "sequences": cfg.eval.sequences}
     if cfg.eval.by_position and is_text:
@@ -67,8 +69,8 @@ def is_measured(run: Path, cfg: Config) -> bool:
     for e in final:
         if e.kind in asked and asked[e.kind].items() <= e.eval.items():
             found.append((e.kind, e.variant.pe))
-    encodings = [cfg.pe, *(cfg.eval.variants or [])]
-    return all((kind, pe) in found for kind in asked for pe in encodings)
+    needed = [cfg.pe, *(cfg.eval.variants or [])]
+    return all((kind, pe) in found for kind in asked for pe in needed)
 
 
 # The measures of the core, by the names that `eval` and `measures` have for them.
@@ -88,11 +90,12 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
 
     Raises ValueError: a measure that was asked for has no meaning for these data, or cannot be made.
     """
-    chosen = [name for name in MEASURES if getattr(cfg.eval, name)]
+    # `eval.lengths` counts as a flag too: a list that is never empty.
+    wanted = [name for name in MEASURES if getattr(cfg.eval, name)] if asked is None else asked
     made = []
-    for measure in chosen if asked is None else asked:
-        name = measure if isinstance(measure, str) else type(measure).__name__
-        make = MEASURES.get(measure) if isinstance(measure, str) else measure.plan
+    for one in wanted:
+        name = one if isinstance(one, str) else type(one).__name__
+        make = MEASURES.get(one) if isinstance(one, str) else one.plan
         if make is None:
             raise ConfigError(f"measures: there is no {name}{nearest(name, MEASURES)}")
         plan = make(data, cfg)
@@ -139,7 +142,7 @@ def _variant(pe: dict[str, Any], scale: float, encodings: Encodings, *, zero_sho
     return Variant(label=label, pe=pe, scale=scale, zero_shot=zero_shot)
 
 
-def _run(plan: Plan, score: Scorer) -> tuple[list[Measured], list[int]]:
+def _measured(plan: Plan, score: Scorer) -> tuple[list[Measured], list[int]]:
     """Return the results of a measure, and the lengths that are skipped because the encoding ends before them."""
     max_len = max_len_of(score.encodings or score.net.encodings) or math.inf
     skipped = {job.length for job in plan.jobs if job.length > max_len}
@@ -160,7 +163,7 @@ def rehearse(net: GPT, data: Data, cfg: Config, *, hardware: Hardware, reader: R
         for _, encodings in readings(net, cfg, hardware):
             score = Scorer(net, encodings, reader or Reader(), data.token_bytes, hardware.autocast, limit=1)
             for plan in measures:
-                _run(plan, score)
+                _measured(plan, score)
 
 
 def measure(
@@ -216,7 +219,7 @@ def measure(
                     continue
                 if is_first:
                     print(f"measuring {plan.kind.replace('_', ' ')} of {variant.label}", flush=True)
-                measured, skipped = _run(plan, score)
+                measured, skipped = _measured(plan, score)
                 result = result.model_copy(update={"measured": measured, "skipped": skipped})
                 results.append(result)
                 if is_first:

@@ -92,7 +92,13 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
         return by_document(Sample(np.array([values]), np.array(units)), self.documents)
 
     def row(self, quantity: str, unit: str, sample: Sample, optimum: Sample | None = None) -> Row:
-        """Return a number of this part."""
+        """Return the mean of a sample of this part as a row.
+
+        Args:
+            quantity, unit: what the number is, as in "loss" and "bits per byte".
+            sample: by document; its units are not all 0.
+            optimum: of the best possible predictor of the same texts; None: it is not known.
+        """
         # A table needs one type in a column: NaN and "" stand for None.
         first, last = self.span or (math.nan, math.nan)
         return {
@@ -120,7 +126,7 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     """One results file."""
 
     version: Literal[3] = 3
-    # "lengths", or of a measure of the user's own.
+    # The name of a measure: one of `ropewalk.evaluation.loop.MEASURES`, of the lab's, or of a user's own.
     kind: str = Field(pattern="^[a-z][a-z0-9_]{0,60}$")
     run: str
     run_id: str
@@ -177,8 +183,8 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
     def rows(self) -> list[Row]:
         """Return every number that was measured. For RULER the means over its tasks come first."""
-        # A part without scored tokens has no mean.
-        rows = [row for measured in self.measured if any(measured.tokens) for row in self.rows_of(measured)]
+        scored = [measured for measured in self.measured if any(measured.tokens)]  # the others have no mean
+        rows = [row for measured in scored for row in self.rows_of(measured)]
         return [*_means_over_tasks(rows), *rows] if self.kind == "ruler" else rows
 
     def rows_of(self, m: Measured) -> list[Row]:
@@ -214,15 +220,16 @@ def _means_over_tasks(rows: Sequence[Row]) -> Iterator[Row]:
 
     The depths of a task are averaged first, so that every task counts the same.
     """
-    of_tasks: dict[tuple[int, str, str], dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+    by_depth: dict[tuple[int, str, str], dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         what = row["length"], row["quantity"], row["unit"]
-        of_tasks[what][row["task"]].append(row["sample"].values)
-    for (length, quantity, unit), tasks in of_tasks.items():
-        values = np.mean([np.mean(depths, axis=0) for depths in tasks.values()], axis=0)  # [1, T]
+        by_depth[what][row["task"]].append(row["sample"].values)
+    for (length, quantity, unit), tasks in by_depth.items():
+        of_tasks = [np.mean(depths, axis=0) for depths in tasks.values()]  # [1, T] each
+        values = np.mean(of_tasks, axis=0)  # [1, T]
         mean = {"task": "mean", "part": "mean", "depth": math.nan, "length": length, "quantity": quantity, "unit": unit}
-        sample = Sample(values, np.ones(values.size))
-        yield rows[0] | mean | {"sample": sample, "value": values.sum() / values.size}
+        # All else is the same in every row: every task has as many texts, each is a document, and none has an optimum.
+        yield rows[0] | mean | {"sample": Sample(values, np.ones(values.size)), "value": values.sum() / values.size}
 
 
 def load_all(run: Path) -> list[Evaluation]:

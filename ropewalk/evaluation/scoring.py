@@ -145,23 +145,14 @@ class Scorer:
         return Sums(nats, tokens.astype(np.int64), np.rint(in_bytes).astype(np.int64), errors.astype(np.int64))
 
     def _batch(self, part: EvalSet, first: int, last: int, groups: Tensor | None, n_groups: int) -> Tensor:
-        """Return nats, tokens, bytes and errors of texts `first` to `last` - 1 by group, [4, B, G]."""
+        """Return nats, tokens, bytes and errors of texts `first` to `last` - 1 by group, [4, B, G], on their device."""
         x, y = part.batch(first, last)
         size = torch.ones_like(y) if self.token_bytes is None else self.token_bytes[y.clamp(min=0)]  # in bytes
         group = (size == 0).long() if groups is None else groups[first:last]
         scored = y.masked_fill(group < 0, IGNORE_INDEX)
         # Another grouping of these texts scores other targets: if the losses are kept, all must be computed.
-        keeps = bool(part.texts_hash) and groups is not None
-        key = (part.texts_hash, part.length, first)
-        found = self.kept.get(key) if keeps else None
-        if found is None:
-            with self.autocast():
-                targets = y if keeps else scored
-                found = token_losses(self.net, x, targets, reader=self.reader, encodings=self.encodings)
-            if keeps:
-                self.kept[key] = found
-
-        losses, wrong = found
+        key = (part.texts_hash, part.length, first) if part.texts_hash and groups is not None else None
+        losses, wrong = self._losses(x, y if key else scored, key)
         device = losses.device
         # Sums of many fp32 losses would lose digits that paired differences need; mps has no float64.
         precise = torch.float32 if device.type == "mps" else torch.float64
@@ -173,3 +164,13 @@ class Scorer:
         index = group.clamp(min=0).to(device).expand_as(values)
         sums = torch.zeros(4, len(scored), n_groups, dtype=precise, device=device)
         return sums.scatter_add_(2, index, values)
+
+    def _losses(self, x: Tensor, y: Tensor, key: tuple[str, int, int] | None) -> tuple[Tensor, Tensor]:
+        """Return the `token_losses` of a batch; with a `key` they are computed once and kept."""
+        if key is not None and key in self.kept:
+            return self.kept[key]
+        with self.autocast():
+            found = token_losses(self.net, x, y, reader=self.reader, encodings=self.encodings)
+        if key is not None:
+            self.kept[key] = found
+        return found

@@ -109,7 +109,7 @@ class Architecture:
         layers: name of its list of layers.
         transposed: whether the matrices in its layers are [in, out].
         by_kind: whether layers with a window have rotary settings of their own.
-        folded: whether it has constants that our weights must hold: see `_constants`.
+        folded: whether it has constants that our weights must hold: see `_gemma3_folding`.
     """
 
     name: str
@@ -141,14 +141,14 @@ class Architecture:
         if self._transposes(ours):
             value = value.T.contiguous()
         if self.folded:
-            shift, factor = _constants(config, ours)
+            shift, factor = _gemma3_folding(config, ours)
             value = (value + shift) * factor
         return value
 
     def write(self, ours: str, value: Tensor, parts: list[Tensor], config: Any) -> None:
         """Fill the tensors `names(ours)` of a model with this configuration from our tensor: `read` backwards."""
         if self.folded:
-            shift, factor = _constants(config, ours)
+            shift, factor = _gemma3_folding(config, ours)
             value = value / factor - shift
         if self._transposes(ours):
             value = value.T
@@ -172,27 +172,30 @@ class Architecture:
         of_network |= {f"model.{key}": [value] for key, value in cfg}
         refused = []
         for key, accepted in self.limits.items():
-            # Any other is an option of `pe`, which may differ among layers. An encoding without it can be had.
-            of_layers = [getattr(pe, key.removeprefix("pe."), accepted[0]) for pe in encodings]
-            refused += [f"{key}={value}" for value in of_network.get(key, of_layers) if value not in accepted]
+            if key.startswith("pe."):  # an option, which may differ among layers; an encoding without it can be had
+                values = [getattr(pe, key.removeprefix("pe."), accepted[0]) for pe in encodings]
+            else:
+                values = of_network[key]
+            refused += [f"{key}={value}" for value in values if value not in accepted]
         return list(dict.fromkeys(refused))  # each once, however many layers have it
 
 
-def _constants(config: Any, ours: str) -> tuple[float, float]:
+def _gemma3_folding(config: Any, ours: str) -> tuple[float, float]:
     """Return (shift, factor) of Gemma 3: our tensor is factor * (theirs + shift).
 
     Its norms multiply by 1 + weight. It multiplies embeddings by sqrt(hidden_size): our embedding and head (which may
     be one matrix) hold the product, and our last norm divides by it again before the head. It multiplies scores by a
     constant other than 1 / sqrt(head_dim): our norm of the queries holds the quotient of the two.
     """
+    shift = 1.0 if "norm" in ours else 0.0
     width = math.sqrt(config.hidden_size)
     if ours in ("embedding.weight", "head.weight"):
-        return 0.0, width
+        return shift, width
     if ours == "norm.weight":
-        return 1.0, 1 / width
+        return shift, 1 / width
     if "q_norm" in ours:
-        return 1.0, math.sqrt(config.head_dim / config.query_pre_attn_scalar)
-    return (1.0 if "norm" in ours else 0.0), 1.0
+        return shift, math.sqrt(config.head_dim / config.query_pre_attn_scalar)
+    return shift, 1.0
 
 
 def _kind_of(pe: PositionEncoding) -> str:
@@ -248,7 +251,8 @@ ARCHITECTURES = {
         "Gemma3ForCausalLM",
         LIMITS | ATTENTION_BIAS | {"model.norm_at": ("both",), "model.qk_norm": (True,)},
         settings=SETTINGS | {"mlp": "hidden_activation"},
-        # OLMo has a norm after each branch alone, Gemma 3 before it as well, under a name that Llama has for another.
+        # OLMo has a norm after each branch alone, Gemma 3 before it as well. What Llama calls post_attention_layernorm
+        # is its norm before the MLP, here the one after attention.
         modules=MODULES | {"mlp_norm": ("pre_feedforward_layernorm",)},
         by_kind=True,
         folded=True,

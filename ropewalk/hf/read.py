@@ -216,7 +216,8 @@ def _encodings(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:
     if config.model_type == "gpt2":
         return rope.named("learned", Learned) | {"scale": 1.0, "original_len": shape.train_len}
     layers = rope.layers(config)
-    # Parts have the names of those in conf/pe: by what their layers differ in.
+    # Parts are named by what their layers differ in, as in conf/pe; layers without positions and with a window, or
+    # beside those with positions and the same window, have no counterpart there.
     differ_in_window = len({layer.window for layer in layers}) > 1
     names = {}
     parts = {}

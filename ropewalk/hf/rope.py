@@ -96,14 +96,14 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
         return options | named("nope", PositionEncoding)
 
     settings = _settings(config, arch, layer)
-    name, cls, names = TYPES[settings["rope_type"]]
+    name, cls, counterparts = TYPES[settings["rope_type"]]
     original = settings.get(ORIGINAL) or getattr(config, ORIGINAL, None) or shape.train_len
     factor = float(settings.get("factor", shape.train_len / original))
-    if issubclass(cls, ScaledRotary) and factor == cls.unscaled:  # it changes nothing
-        name, cls, names = TYPES["default"]
+    if issubclass(cls, ScaledRotary) and factor == cls.unscaled:  # it changes nothing: this is plain RoPE
+        name, cls, counterparts = TYPES["default"]
     options["base"] = float(settings["rope_theta"])
     # For transformers 0 means the default too.
-    options |= {ours: settings[theirs] for theirs, ours in names.items() if settings.get(theirs)}
+    options |= {ours: settings[theirs] for theirs, ours in counterparts.items() if settings.get(theirs)}
     if issubclass(cls, ScaledRotary):
         options |= {"scale": factor, "train_scale": factor, "original_len": original}
     if cls is Yarn and not settings.get("truncate", True):
@@ -142,9 +142,9 @@ def _frequencies(config: Any, arch: Architecture, layer: Layer, length: int) -> 
     embedding = getattr(module, arch.name.replace("ForCausalLM", "RotaryEmbedding"))(config)
     # The forward pass of this module updates the frequencies that change with the length of the text, which it takes
     # from the largest position.
-    kind = [layer.kind] if arch.by_kind else []
+    kind = [layer.kind] if arch.by_kind else []  # an argument that only these architectures take
     embedding(torch.empty(0), torch.tensor([[length - 1]]), *kind)
-    prefix = "".join(f"{name}_" for name in kind)
+    prefix = f"{layer.kind}_" if arch.by_kind else ""
     return getattr(embedding, f"{prefix}inv_freq"), getattr(embedding, f"{prefix}attention_scaling")
 
 
@@ -203,12 +203,12 @@ def _rope_parameters(pe: Any) -> dict[str, Any]:
     if cls in (NTK, ABF):
         return settings | {"rope_theta": float(pe.base_at(pe.active_scale))}
 
-    settings["factor"] = pe.active_scale
-    kind = KINDS.get(cls, "longrope")
+    settings["factor"] = pe.active_scale  # p-RoPE has a factor of its own, which replaces it below
+    kind = KINDS.get(cls, "longrope")  # "longrope", by divisors, can say any frequencies
     if cls is Yarn:
         settings["attention_factor"] = math.sqrt(pe.logit_scale)
-        # Of YaRN's ramps transformers has always had this one alone, and before 4.56 it took the factor from the
-        # quotient of two lengths, which are whole numbers.
+        # Of YaRN's ramps this is the one that every version of transformers has. Before 4.56 it took the factor from
+        # the quotient of two lengths, which are whole numbers.
         if pe.ramp != "code" or not float(pe.active_scale * pe.original_len).is_integer():
             kind = "longrope"
     if kind != "longrope":

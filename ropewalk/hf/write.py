@@ -87,9 +87,8 @@ def _write_configs(folder: Path, bos_token_id: int | None, eos_token_id: int | N
     # The tokenizer's files may name several tokens that end a text. They stay if ours is one of them.
     generation = read_json(folder / GENERATION)
     ends = generation.get("eos_token_id")
-    if not (eos_token_id is None or (isinstance(ends, list) and eos_token_id in ends)):
-        ends = eos_token_id
-    marks = {"bos_token_id": bos_token_id, "eos_token_id": ends}
+    is_kept = eos_token_id is None or (isinstance(ends, list) and eos_token_id in ends)
+    marks = {"bos_token_id": bos_token_id, "eos_token_id": ends if is_kept else eos_token_id}
     write_json(folder / GENERATION, generation | marks)
 
     values = read_json(folder / "config.json") | marks
@@ -133,6 +132,7 @@ def _configuration(net: GPT, encodings: Encodings, kind: str, reach: int) -> Any
     layers = [rope.Layer(pe.window, isinstance(pe, Rotary)) for pe in encodings]
     rotating = {pe: layer for pe, layer in zip(encodings, layers, strict=True) if layer.rotates}
     family = library().CONFIG_MAPPING[kind]
+    # The positions of GPT-2 end at max_len. Rotations have no end.
     fields = _sizes(net, arch) | _positions(rotating, arch, max_len_of(encodings) or reach)
 
     # Settings that only some architectures have. Gemma 3 builds a mask from a window even if no layer has one.
@@ -140,13 +140,13 @@ def _configuration(net: GPT, encodings: Encodings, kind: str, reach: int) -> Any
     settings = {
         "sliding_window": max(windows, default=reach if kind == "gemma3_text" else None),
         "use_sliding_window": bool(windows),
-        "max_window_layers": 0,
+        "max_window_layers": 0,  # of Qwen: the first layer that may have a window
         "layer_types": [layer.kind for layer in layers],
         "no_rope_layers": [int(layer.rotates) for layer in layers],
         "attention_bias": bool(net.cfg.bias),
         "mlp_bias": net.cfg.bias is True,
         "query_pre_attn_scalar": net.cfg.head_width,
-        "n_inner": net.cfg.hidden_dim,  # None for the usual width, as here
+        "n_inner": net.cfg.hidden_dim,  # of GPT-2: None for the usual width, in place of the number in `_sizes`
     }
     fields |= {key: value for key, value in settings.items() if hasattr(family, key)}
     # Names of settings change their meaning between architectures and versions. So the layers and rotations that the

@@ -159,7 +159,8 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
 def curves(runs: Runs) -> pd.DataFrame:
     """Return the rows of metrics.jsonl of all runs, with the run, its section and label."""
     about = runs.runs[["name", "seed", "encoding", "data", "train_len", "section", "label"]]
-    frames = [about.reset_index(names="path").head(0).assign(step=[], tokens=[])]
+    # One without rows: a table has its columns, also if no run has a curve.
+    frames = [about.reset_index(names="path").head(0).assign(step=0, tokens=0)]
     for path, of_run in about.to_dict("index").items():
         # A run of another program, or a damaged one, has no curve; its results stand for themselves.
         with suppress(OSError, ValueError):
@@ -174,8 +175,9 @@ def _find(folders: Iterable[Path]) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{printable(folder)} is not a directory")
-        files = [file for file in folder.rglob("config.yaml") if "/." not in f"/{file.relative_to(folder)}"]
-        found |= {file.parent.resolve(): file.parent for file in files}
+        for file in folder.rglob("config.yaml"):
+            if not any(name.startswith(".") for name in file.relative_to(folder).parts):
+                found[file.parent.resolve()] = file.parent
     return sorted(found.values())
 
 
@@ -238,19 +240,20 @@ def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[
     hashes = runs.identity.map(lambda identity: f" ({sha256(identity.encode()).hexdigest()[:6]})")
     is_ambiguous = runs.groupby("data").identity.transform("nunique") > 1
     lengths = runs.groupby(_together(runs, results)).train_len.transform(
-        lambda lengths: " and ".join(map("{:,}".format, sorted(lengths.unique())))
+        lambda of_section: " and ".join(map("{:,}".format, sorted(of_section.unique())))
     )
     runs["section"] = runs.data + hashes.where(is_ambiguous, "") + ", trained at " + lengths + " tokens"
 
     # Runs are seeds of one line if all settings are equal that decide what is computed.
     runs["key"] = [json.dumps(compared(config), sort_keys=True) for config in runs.config]
     # Seeds may share the weights that they start from. Or each has its own, named as in "rope-s1": then the seed is
-    # taken out of the name.
+    # taken out of the name. A number in a name may mean something else. It is the seed only if runs of other seeds have
+    # equal names without it, and none has the same name with it.
     runs["init"] = [str(config.get("init_from")) for config in runs.config]
     without_seed = [re.sub(rf"(-s)?(?<!\d){run.seed}(?!\d)", "", run.init) for run in runs.itertuples()]
     is_shared = runs.groupby(["key", "init"]).seed.transform("nunique") > 1
-    is_own = runs.groupby(["key", pd.Series(without_seed, runs.index)]).seed.transform("nunique") > 1
-    runs["init"] = runs.init.mask(is_own & ~is_shared, without_seed)
+    is_equal_without = runs.groupby(["key", pd.Series(without_seed, runs.index)]).seed.transform("nunique") > 1
+    runs["init"] = runs.init.mask(is_equal_without & ~is_shared, without_seed)
     runs["group"] = runs.key + runs.init
 
     # Of runs with the same settings and seed the first is kept; complete runs come first.
@@ -261,20 +264,24 @@ def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[
     runs = runs[~repeated].set_index("path")
     # Only runs in one section are shown together, so labels need not tell others apart.
     for _, of_section in runs.groupby("section"):
-        groups = of_section.drop_duplicates("group").set_index("group")
-        settings = [json.loads(row.key) | {"init_from": row.init} for row in groups.itertuples()]
-        differences = differing(settings)
-        groups["settings"] = list(map(in_words, groups.encoding, differences))
-        # The name of the first run labels what differs in several options, or in what two groups share.
-        names = [run.name.removesuffix(f"-s{run.seed}") for run in groups.itertuples()]
-        is_long = groups.settings.duplicated(keep=False) | np.array([len(differs) > 1 for differs in differences])
-        labels = groups.settings.mask(is_long, names)
-        # Directories in different folders may have one name.
-        number = labels.groupby(labels).cumcount() + 1
-        groups["label"] = labels.where(number == 1, labels + " [" + number.astype(str) + "]")
+        groups = _labelled(of_section.drop_duplicates("group").set_index("group"))
         for column in ("label", "settings"):
             runs.loc[of_section.index, column] = of_section.group.map(groups[column])
     return runs[RUN_COLUMNS], reasons
+
+
+def _labelled(groups: pd.DataFrame) -> pd.DataFrame:
+    """Return the first runs of groups with what their settings differ in, in words, and a label of their own."""
+    differences = differing([json.loads(row.key) | {"init_from": row.init} for row in groups.itertuples()])
+    groups["settings"] = list(map(in_words, groups.encoding, differences))
+    # The name of the run labels what differs in several options, or in what two groups share.
+    names = [run.name.removesuffix(f"-s{run.seed}") for run in groups.itertuples()]
+    is_named = groups.settings.duplicated(keep=False) | np.array([len(differs) > 1 for differs in differences])
+    labels = groups.settings.mask(is_named, names)
+    # Directories in different folders may have one name.
+    number = labels.groupby(labels).cumcount() + 1
+    groups["label"] = labels.where(number == 1, labels + " [" + number.astype(str) + "]")
+    return groups
 
 
 def compared(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -328,8 +335,9 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     # Results of earlier steps, measured during training or before a run was extended, are lines of their own.
     rows["last"] = rows.step == rows.groupby("path").step.transform("max")
     rows["group"] += rows.step.where(~rows["last"], "").astype(str)
-    # Before the first step a run has the weights of another model. Where that model read them otherwise, BEFORE is
-    # how it did, and how the run's own encoding reads them is said.
+    # Before the first step a run has the weights of another model, and its line is one of START. Where that model has
+    # another encoding there may be two such lines: BEFORE is how the model reads its weights, and the other names the
+    # run's own encoding, which reads them too.
     rows["is_start"] = (rows.step == 0) & ~rows["last"]
     read_otherwise = rows.path[rows.is_start & ~rows.own_pe]
     rows["is_own_start"] = rows.is_start & rows.own_pe & rows.path.isin(read_otherwise)

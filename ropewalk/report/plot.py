@@ -239,7 +239,8 @@ def short(line: str, most: int = LONGEST) -> str:
     name = printable(line).replace(" read as ", " as ").replace(" at scale ", " x").replace(START, "before ")
     # Lines often begin alike and differ at their ends, as two values of an option do: the middle is left out.
     start = (most - 1) // 2
-    return name if len(name) <= most else f"{name[:start]}…{name[-(most - 1 - start) :]}"
+    end = most - 1 - start
+    return name if len(name) <= most else f"{name[:start]}…{name[-end:]}"
 
 
 def chosen(table: pd.DataFrame) -> list[str]:

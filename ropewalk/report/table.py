@@ -252,7 +252,7 @@ class Measure:
                 self.cells[key] = {seed: _sum([part[seed] for part in parts]) for seed in seeds}
 
     def _mean(self, key: Key, by_seed: BySeed) -> Estimate:
-        """Return the mean over texts and seeds; for a task the median over the seeds that learned it."""
+        """Return the mean over texts and seeds; for a task the median over the seeds that learned it, if any did."""
         e = statistics.estimate(stacked([by_seed[seed] for seed in sorted(by_seed)]))
         if not self.is_task:
             return e

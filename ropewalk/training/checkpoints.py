@@ -50,8 +50,8 @@ def steps_in(folder: Path) -> list[int]:
     """The steps of all checkpoints in a folder, ascending. Files with other names are ignored."""
     # Not `glob`, which finds nothing where this user may not read: such a run must not be trained anew.
     files = os.listdir(folder) if folder.exists() else []
-    names = [re.fullmatch(r"step=(\d{1,18})\.ckpt", name) for name in files]
-    return sorted(int(name[1]) for name in names if name)
+    matches = [re.fullmatch(r"step=(\d{1,18})\.ckpt", name) for name in files]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -83,9 +83,13 @@ def _moments(net: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """What AdamW keeps for each parameter, by the parameter's name; zeros before the first step."""
     moments: dict[str, Tensor] = {}
     for name, p in net.named_parameters():
-        state = optimizer.state[p] or {"step": torch.zeros(())}  # AdamW makes its state in the first step
+        state = optimizer.state[p] or {  # AdamW makes its state in the first step
+            "step": torch.zeros(()),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
         for key in _ADAMW_STATE:
-            moments[f"{name}/{key}"] = state[key] if key in state else torch.zeros_like(p)
+            moments[f"{name}/{key}"] = state[key]
     return moments
 
 
@@ -111,6 +115,7 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, only: int |
     Raises:
         ValueError: there are checkpoints, and all are damaged.
     """
+    # The network's own tensors, and moments for the optimizer to take: `assign` fills both in place.
     moments = _moments(net, optimizer)
     tensors = _all_tensors({"model": net.state_dict(), "optimizer": moments})
     step = _newest(folder, {name: tensor.shape for name, tensor in tensors.items()}, only)
@@ -122,6 +127,7 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, only: int |
         assign(tensor, stored[name])
     for name, p in net.named_parameters():
         optimizer.state[p] = {key: moments[f"{name}/{key}"] for key in _ADAMW_STATE}
+        # `_moments` makes it on the CPU; fused AdamW counts on the device.
         optimizer.state[p]["step"] = moments[f"{name}/step"].to(p.device)
     return progress
 
@@ -186,6 +192,6 @@ def prune(folder: Path, *, newest: int, keep: int) -> None:
 
     Damaged checkpoints after `newest` do not count and stay, until the run reaches their step again.
     """
-    steps = [step for step in steps_in(folder) if step <= newest]
-    for path in [*folder.glob(".*.tmp"), *(path_of(folder, step) for step in steps[:-keep])]:
+    counted = [path_of(folder, step) for step in steps_in(folder) if step <= newest]
+    for path in [*folder.glob(".*.tmp"), *counted[:-keep]]:
         path.unlink()

@@ -50,7 +50,8 @@ class Shared(Reading):
     def contexts(
         self, encodings: Iterable[PositionEncoding], idx: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Tensor, Contexts]:
-        assert cache is None
+        # Returns token ids [B, t] and positions [t] of this rank's pieces.
+        assert cache is None  # texts are shared in training and its validation alone
         length = idx.size(1)
         pieces = self.pieces(length)
         contexts: Contexts = {}
@@ -97,7 +98,10 @@ class Shared(Reading):
 
 @dataclass(frozen=True, eq=False)
 class SharedContext:
-    """The context of a shared text: one `Context` for each of this rank's pieces."""
+    """The context of a shared text: one `Context` for each of this rank's pieces.
+
+    It has no `earlier`: a configuration that needs it is refused (`ropewalk.app.resolve`).
+    """
 
     reading: Shared
     of_pieces: list[Context]
@@ -106,12 +110,13 @@ class SharedContext:
         self, pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], *, layer: Hashable,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
+        # q [B, t, H, D], k and v [B, t, Hkv, D] and the state are of this rank's t tokens.
         def gathered(q: Tensor, *parts: Tensor) -> Tensor:
             whole = [self.reading.whole(x) for x in parts]
             out = []
             for q_piece, ctx in zip(q.chunk(2, dim=1), self.of_pieces, strict=True):
                 # A piece sees what stands before its end, whichever rank has it.
-                k, v, *others = [x[:, : ctx.pos_k.size(0)] for x in whole]
+                k, v, *others = [x[:, : ctx.pos_k.size(0)] for x in whole]  # [B, end of the piece, ...] each
                 seen_state = dict(zip(state, others, strict=True))
                 out.append(ctx.attend(pe, q_piece, k, v, seen_state, layer=layer, sinks=sinks))
             return torch.cat(out, dim=1)

@@ -98,7 +98,12 @@ def on_rank_zero(function: Callable[[], R]) -> R:
 
 def rank_zero_only(function: Callable[..., R]) -> Callable[..., R]:
     """Decorate a function that every rank calls: it runs on rank zero, and all ranks get its result."""
-    return functools.wraps(function)(lambda *args, **kwargs: on_rank_zero(lambda: function(*args, **kwargs)))
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> R:
+        return on_rank_zero(lambda: function(*args, **kwargs))
+
+    return wrapped
 
 
 def any_rank(*flags: bool) -> list[bool]:
@@ -146,6 +151,7 @@ def started_by() -> Launcher:
 
 def _is_child() -> bool:
     """True if this process was started by Fabric's own launcher, in another process of this run."""
+    # `launch` puts the id of rank zero's process there, which those that it starts inherit.
     return os.environ.get(_PARENT, str(os.getpid())) != str(os.getpid())
 
 

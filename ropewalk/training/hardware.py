@@ -38,13 +38,16 @@ class Hardware:
         Raises:
             ValueError: the accelerator is not available, or the kernels that `kernels=True` asks for.
         """
+        # The device; of "auto" the fastest here.
         is_here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-        available = [name for name, here in is_here.items() if here]  # the fastest first
+        available = [name for name, here in is_here.items() if here]
         device = available[0] if accelerator == "auto" else accelerator
         if device not in available:
             raise ValueError(f"accelerator {accelerator} is not available here; choose auto or: {', '.join(available)}")
+
+        # The precision; of "auto" bf16-mixed where matrix units compute bf16. Elsewhere it is emulated, and slower than
+        # fp32.
         if precision == "auto":
-            # Elsewhere bf16 is emulated, and slower than fp32.
             if device == "cuda":
                 has_bf16_units = torch.cuda.is_bf16_supported(including_emulation=False)
             else:
@@ -52,6 +55,7 @@ class Hardware:
             precision = "bf16-mixed" if has_bf16_units else "32-true"
         if compile == "auto":
             compile = device == "cuda"
+
         can_use_kernels = (
             device == "cuda"
             and not torch.version.hip
@@ -81,7 +85,8 @@ def tune(device: str, *, deterministic: bool = False) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it too, and reads it as it starts
     if device == "cpu":
         torch.set_flush_denormal(True)  # tiny softmax weights become 0: they can double the time of a backward pass
-        # By default glibc maps a large activation afresh in every step, and zeroing its pages takes 5 % of a step.
+        # By default glibc maps a large activation afresh in every step, and zeroing its pages takes 5 % of a step. With
+        # these options activations come from a heap that keeps its memory.
         with contextlib.suppress(OSError, AttributeError):  # another libc
             libc = ctypes.CDLL("libc.so.6")
             for option, value in MALLOC_OPTIONS.items():

@@ -65,11 +65,11 @@ def clip_gradients(net: nn.Module, scale: Tensor, max_norm: float | None) -> Ten
         The norm before clipping, a scalar tensor.
     """
     # PyTorch cannot combine sharded and whole tensors in one call, so each kind has a norm of its own first.
-    kinds: dict[bool, list[Tensor]] = {}
+    kinds: dict[bool, list[Tensor]] = {}  # gradients by whether they are sharded
     for p in net.parameters():
         if p.grad is not None:
             kinds.setdefault(isinstance(p, DTensor), []).append(p.grad)
-    norms = [full_tensor(torch.nn.utils.get_total_norm(kinds[sharded])) for sharded in sorted(kinds)]
+    norms = [full_tensor(torch.nn.utils.get_total_norm(grads)) for grads in kinds.values()]
     norm = torch.linalg.vector_norm(torch.stack(norms)) * scale
     # One multiplication does both, in one pass over the gradients.
     limit = math.inf if max_norm is None else max_norm

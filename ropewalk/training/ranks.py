@@ -66,8 +66,12 @@ class Ranks:
         """
         return self.fabric.no_backward_sync(self.model, enabled=not (last or self.sharded))
 
-    def reduced(self, totals: Tensor) -> Tensor:
-        """After the last micro-batch: the sum of `totals` over the ranks; gradients become averages over them."""
+    def average_gradients(self, totals: Tensor) -> Tensor:
+        """After the last micro-batch: average gradients that the strategy leaves alone; sum `totals` over the ranks.
+
+        Returns:
+            The sums.
+        """
         if self.sharded:  # FSDP leaves the gradients of what is whole on every rank alone
             for p in self.net.parameters():
                 if p.grad is not None and not isinstance(p, DTensor):

@@ -30,6 +30,7 @@ def training_row(progress: Progress, cfg: Config) -> dict[str, Any]:
 def validation_row(validation: dict[str, Any], net: GPT) -> dict[str, Any]:
     """What `loop.validate` has measured; and metrics of the encodings, of the texts that this rank has read for it."""
     measured = {f"val/{name}": validation[name] for name in ("loss", "bits_per_byte", "error")}
+    # `Training.log` has dropped what they counted before the validation.
     measured |= {f"position/{name}": float(value) for name, value in metrics_of(net.encodings).items()}
     return {name: value for name, value in measured.items() if value is not None}
 
@@ -57,9 +58,10 @@ def check_rows(run: RunDir, progress: Progress) -> None:
         rows = sum(row["step"] <= progress.step for row in read_metrics(run.path))
     was_trained = (run.path / "training.json").is_file() and read_training(run.path)["steps"] > 0
     if rows != progress.rows or (was_trained and not progress.step):
-        problem = f"has {rows} rows up to step {progress.step}, and its newest checkpoint counts {progress.rows}"
+        counted = f"the newest checkpoint counts {progress.rows}" if progress.step else "there is no checkpoint"
         remedy = "restore the files, or delete the run and train anew; scripts/evaluate.py measures a trained model"
-        raise ValueError(f"checkpoints or rows are missing: metrics.jsonl {problem}: {remedy}")
+        rows_found = f"metrics.jsonl has {rows} rows up to step {progress.step}"
+        raise ValueError(f"checkpoints or rows are missing: {rows_found}, and {counted}: {remedy}")
 
 
 def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, size: Mapping[str, Any]) -> None:

@@ -43,8 +43,8 @@ def build(options: Mapping[str, Any], name: str = "measures") -> Measure:
     Args:
         name: of the section of the configuration, for the messages.
 
-    Raises ConfigError: there is no such class, or it has other options; a line for each key that is wrong.
+    Raises ValueError: there is no such class, or it has other options; a line for each key that is wrong.
     """
-    cls = plugins.resolve(str(options.get("_target_")), Measure, "ropewalk", name)  # type: ignore[type-abstract]
+    cls = plugins.resolve(str(options.get("_target_", "")), Measure, "ropewalk", name)  # type: ignore[type-abstract]
     values = {key: value for key, value in options.items() if key != "_target_"}
     return parse(cls, values, f"{name}.")

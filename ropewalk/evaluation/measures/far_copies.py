@@ -108,7 +108,7 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
 def match_tokens(data: Data, texts: EvalSet) -> int:
     """Return the tokens in a repeated sequence: as many as have about MATCH_BYTES, at least MATCH_TOKENS."""
     if data.token_bytes is None:
-        return MATCH_BYTES
+        return MATCH_BYTES  # where bytes mean nothing, a token counts as one
     _, targets = texts.batch(0, 1)
     bytes_per_token = float(data.token_bytes[targets].float().mean())
     return max(MATCH_TOKENS, round(MATCH_BYTES / max(bytes_per_token, 1)))

@@ -65,7 +65,7 @@ def by_position(data: Data, cfg: Config) -> Plan | None:
     if part is None:
         return None
     bins = torch.arange(length).chunk(BINS)
-    bin_of = torch.arange(length) // len(bins[0])
+    bin_of = torch.arange(length) // len(bins[0])  # of the bins only the last one may be narrower
 
     def run(score: Scorer) -> list[Measured]:
         sums = score(part, bin_of.expand(part.n, length), len(bins))
