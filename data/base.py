@@ -35,7 +35,8 @@ def hash_texts(*parts: Any) -> str:
 class Data(ABC):
     """Base class of all sources of token sequences.
 
-    The constructor only checks options. It raises ValueError, with the remedy, and does no slow work.
+    Options are fields. `build_data` checks them by their annotations; the constructor checks what these cannot say. It
+    raises ValueError, with the remedy, and does no slow work.
     """
 
     task: ClassVar[str | None] = None  # name of a task, which is measured by its errors; None for text

@@ -120,7 +120,7 @@ def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
     # Padding and truncation are settings of whoever saved the file. They would change the tokens of our texts.
     try:
         values = json.loads(read_bytes(folder / "tokenizer.json")) | {"padding": None, "truncation": None}
-        with panics_are_errors(name):
+        with panics_are_errors(name, "restore the file"):
             backend = tokenizers.Tokenizer.from_str(json.dumps(values))
     except FileNotFoundError:
         remedy = "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it"

@@ -146,7 +146,7 @@ def _prepared_folder(
         write: called with an empty folder, unless the request has been served before.
 
     Raises:
-        ValueError: the folder cannot be written, or the documents changed while they were read.
+        ValueError: a document cannot be read, the folder not be written, or the documents changed meanwhile.
     """
     before = source.fingerprint()
     digest = hashlib.sha256(json.dumps([FORMAT, before, *request]).encode()).hexdigest()
@@ -163,7 +163,8 @@ def _prepared_folder(
                     raise ValueError("the documents changed while they were read: try again when nobody writes to them")
                 unfinished.replace(folder)
     except OSError as error:
-        raise ValueError(f"the data cannot be prepared in data.cache_dir={prefix.parent}: {error}") from None
+        place = f"data.cache_dir={prefix.parent}"
+        raise ValueError(f"the documents cannot be read, or not be prepared in {place}: {error}") from None
     return folder
 
 

@@ -136,7 +136,7 @@ def _pieces(path: Path, document_bytes: int | None) -> Iterator[bytes]:
         for start in range(0, total, size):
             # The document before has ended here: perhaps beyond `start`, but not beyond start + size.
             position = file.tell()
-            piece = file.read(max(0, start + size - position)) + file.readline(size)
+            piece = file.read(start + size - position) + file.readline(size)
             piece = _whole_characters(piece, file.peek(1)[:1])
             file.seek(position + len(piece))
             yield piece

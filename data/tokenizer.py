@@ -22,6 +22,7 @@ FILE_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BYTE_PATTERN = r"[\s\S]{1,64}"  # any would do: bytes do not merge
+SHORTEN = "a document may have a run of blanks or letters that is too long: shorten it, or data.document_bytes"
 
 
 class Tokenizer:
@@ -81,7 +82,7 @@ class Tokenizer:
 
 
 @contextmanager
-def panics_are_errors(name: str) -> Iterator[None]:
+def panics_are_errors(name: str, remedy: str = SHORTEN) -> Iterator[None]:
     """Raise ValueError where the Rust code of a tokenizer's library gives up; its own exception is no Exception."""
     try:
         yield
@@ -89,7 +90,6 @@ def panics_are_errors(name: str) -> Iterator[None]:
         if type(error).__module__ != "pyo3_runtime":
             raise
         reason = str(error).split("\n")[0][:200]
-        remedy = "a document may have a run of blanks or letters that is too long: shorten it, or data.document_bytes"
         raise ValueError(f"data.tokenizer={name} failed ({reason}): {remedy}") from None
 
 

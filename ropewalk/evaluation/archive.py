@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel, Field, Json, create_model
 
+from conf.schema import ConfigError
 from ropewalk.evaluation.statistics import Sample
 from ropewalk.files import read_bytes, write_bytes
 
@@ -54,6 +55,8 @@ def write(path: Path, runs: pd.DataFrame, results: pd.DataFrame) -> None:
 
     Args:
         runs, results: as in `ropewalk.report.frame.Runs`.
+
+    Raises ConfigError: the file would be larger than `read` reads.
     """
     complete = runs[runs.done.astype(bool)].drop(columns=MADE, errors="ignore")  # MADE are of both tables
     number = complete.groupby("name").cumcount() + 1  # runs of two folders may have the same name, and would be one
@@ -71,8 +74,12 @@ def write(path: Path, runs: pd.DataFrame, results: pd.DataFrame) -> None:
             if sample is not None:
                 row[key] = {"values": np.round(sample.values[0], 4).tolist(), "units": sample.units.tolist()}
         lines.append(json.dumps({"name": run["name"], **row, "run": run, "config": config}) + "\n")
+    text = "".join(lines).encode()
+    if len(text) > LARGEST:
+        remedy = "leave runs out, by only= or exclude="
+        raise ConfigError(f"{path} would have {len(text):,} bytes, and {LARGEST:,} are read, uncompressed: {remedy}")
     # Without the time, so that equal results are equal files.
-    write_bytes(path, gzip.compress("".join(lines).encode(), mtime=0))
+    write_bytes(path, gzip.compress(text, mtime=0))
 
 
 def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

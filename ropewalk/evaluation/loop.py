@@ -102,7 +102,7 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
         if plan is not None:
             made.append(plan)
         elif asked is not None:  # cfg.eval holds for text and tasks alike: without a meaning it is no mistake there
-            raise ConfigError(f"measures: {name} needs text, and an eval.lengths beyond 1; leave it out")
+            raise ConfigError(f"measures: {name} has no meaning for these data or eval.lengths; leave it out")
     return made
 
 

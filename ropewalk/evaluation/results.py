@@ -46,7 +46,7 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
     # "text", the task of the data, or a task of RULER.
     task: str = "text"
-    # The eval set of a task; for reach what is shared, and where; for key tokens whether they are "key" or "other".
+    # The eval set of a task; for reach what is shared, and where; in older files "key" or "other" tokens.
     difficulty: str | None = None
     # Of RULER's needle: 0 at the start of the context, 1 at its end.
     depth: float | None = Field(None, ge=0, le=1)
@@ -62,7 +62,7 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     bytes: list[Size]
     # Tokens that were not the most probable.
     errors: list[Size]
-    # For far copies and key tokens: with the text cut to train_len. For RULER: after text in which the answer is wrong.
+    # For far copies: with the text cut to train_len. For RULER: after text in which the answer is wrong.
     baseline_nats: list[float] | None = None
     # For lengths: of the best possible predictor; None if it is not known.
     optimum_nats: list[float] | None = None
