@@ -25,9 +25,8 @@ def test_every_yaml_composes_and_builds(group, choice):
     with torch.device("meta"):
         GPT(cfg.model, cfg.pe, vocab_size=257, train_len=cfg.train_len)
 
-    written = yaml.safe_load(yaml.safe_dump(cfg.model_dump()))  # as in a run directory
-
-    assert check(written) == cfg
+    # Written as in a run directory.
+    assert check(yaml.safe_load(yaml.safe_dump(cfg.model_dump()))) == cfg
 
     longer = {"train_len": 2 * cfg.train_len, "pe": cfg.pe, "stages": []}
 

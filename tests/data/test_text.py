@@ -169,9 +169,8 @@ def test_local_files_of_either_type_of_text_give_their_rows_and_are_prepared_onc
             path="parquet",
             data_files=str(rows / file),
         )
-    texts = documents_of(source, "train") + documents_of(source, "val")
 
-    assert sorted(texts) == sorted(TEXTS)
+    assert sorted(documents_of(source, "train") + documents_of(source, "val")) == sorted(TEXTS)
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
 
 

@@ -13,6 +13,8 @@ OPTIONS = ["pe=rope", "trainer.keep_checkpoints=9", "eval.variants=[]", "eval.le
 def test_weights_that_were_replaced_are_not_opened_under_their_name(trained):
     run = trained(*OPTIONS)
     ropewalk.load(run, step=4)
+    with pytest.raises(ValueError, match="no checkpoint of step 0"):
+        ropewalk.load(run, step=0)
     shutil.rmtree(run)
     trained(*OPTIONS, "trainer.max_steps=8")
     with pytest.raises(ValueError, match=r"run-step4 holds earlier weights of \S+: rename or delete it"):

@@ -302,7 +302,7 @@ def test_a_run_is_left_out_that_is_damaged_or_measured_on_other_texts_than_its_s
     assert set(results(runs).line) == {"alibi", "fox"}
 
 
-def test_results_in_one_file_are_compared_like_their_runs(tmp_path):
+def test_results_in_one_file_are_compared_like_their_runs(tmp_path, monkeypatch):
     write_runs(
         tmp_path / "a",
         "rope",
@@ -320,4 +320,10 @@ def test_results_in_one_file_are_compared_like_their_runs(tmp_path):
     theirs = results(frame.load([file, tmp_path / "b"]))
     columns = ["line", "seed", "length", "value", "low", "high", "gain", "difference", "behind"]
     pd.testing.assert_frame_equal(own[columns], theirs[columns], atol=2e-4)
-    assert "secret" not in gzip.decompress(file.read_bytes()).decode()
+    text = gzip.decompress(file.read_bytes()).decode()
+    assert "secret" not in text
+
+    # What could not be read again is not written.
+    monkeypatch.setattr(archive, "LARGEST", len(text) - 1)
+    with pytest.raises(ValueError, match="leave runs out"):
+        archive.write(tmp_path / "large.jsonl.gz", runs.runs, runs.results)

@@ -30,8 +30,7 @@ def own(tmp_path, monkeypatch):
 
 
 def test_a_measure_of_the_users_own(own):
-    measure = build({"_target_": "own_measures.Mine", "n": 5})
-    assert measure.plan(None, None).eval == {"n": 5}
+    assert build({"_target_": "own_measures.Mine", "n": 5}).plan(None, None).eval == {"n": 5}
 
 
 @pytest.mark.parametrize("target", ["own_measures.Unfinished", "own_measures.Plan", "os.system", "None", "nothing.X"])
