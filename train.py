@@ -141,7 +141,8 @@ class Training:
         # Without kernels where a rank cannot use them.
         self.hardware = distributed.install_kernels(self.plan.encodings, hardware)
         # Kernels and ranks that share a text bring a reading for all batches. Others are read by `model.reading`, with
-        # documents apart if there is a `document_end` (data.documents=mask).
+        # documents apart if there is a `document_end` (data.documents=mask). What does not go together is refused by
+        # `ropewalk.app.resolve`.
         self.reader = distributed.reader_of(cfg.trainer, self.hardware, data.document_end, self.plan.encodings)
 
     def rehearse(self) -> None:
@@ -240,7 +241,8 @@ class Training:
         """The texts that this rank reads or shares, from the step after `start_step` on.
 
         Yields:
-            Inputs and targets, int64 [B, T], on the CPU. Targets that do not count are IGNORE_INDEX.
+            Inputs and targets, int64 [B, T], on the CPU. Targets that do not count, such as the first token of a
+            document with data.documents=mask, are IGNORE_INDEX.
         """
         return micro_batches(
             self.data, self.cfg.batch_shape, self.cfg.seed, start_step=start_step,
@@ -268,7 +270,7 @@ class Training:
             self.ranks.seed(cfg.seed, (step - 1) * n + m)
             with self.ranks.accumulating(last=m == n - 1):
                 totals += self.backward(*next(batches), encodings)
-        totals = self.ranks.average_gradients(totals)
+        totals = self.ranks.average_gradients(totals)  # now of all ranks
 
         # The gradient so far is that of the mean of loss x share. Dividing by the mean share makes it that of the mean
         # loss over all scored targets.
@@ -285,7 +287,7 @@ class Training:
         """
         t = self.cfg.trainer
         positions = draw_positions(t.positions, x.size(1), t.max_position, self.ranks.fabric.device)
-        reading = self.reader(x) if positions is None else Reading(positions)  # drawn ones are of whole texts only
+        reading = self.reader(x) if positions is None else Reading(positions)
         x, y = self.ranks.fabric.to_device((x, y))
         loss = self.ranks.model(x, reading, encodings=encodings, targets=y)
         share = (y != IGNORE_INDEX).float().mean()

@@ -4,7 +4,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -127,9 +126,9 @@ class TextData(Data):
         return x, y
 
     def _mark_starts(self, x: Tensor, y: Tensor) -> None:
-        """Let windows begin as texts do, and leave the first tokens of masked documents out of `y`; in place."""
-        # It takes the place of a token, so that lengths stay. This comes first: where that token ended a document, a
-        # text begins here all the same, and its first target counts.
+        """Let windows begin as texts do; with documents=mask leave the first token of each out of `y`; in place."""
+        # The start token takes the place of another, so that lengths stay. This comes first: where that other one ended
+        # a document, a text begins here all the same, and its first target counts.
         if self.text_start is not None:
             x[:, 0] = self.text_start
         # Where attention stays within a document, nothing in the end of one predicts the start of the next.
@@ -168,16 +167,14 @@ class TextData(Data):
         order = feistel_permutation(np.arange(len(sizes)), len(sizes), [1, 2, 3, 4])
         # First the first segment of each document that has one, then the second ones, and so on: otherwise one long
         # document could fill the set.
-        candidates = ((piece, turn) for turn in range(segments.max()) for piece in order[segments[order] > turn])
-        pieces, turns = np.array(list(islice(candidates, sequences))).T
-        ends = offsets[pieces] + (turns + 1) * longest
-        # The document of each text is its file. If all are from one file, its pieces count as documents instead; if
-        # they are from one piece, each text counts as a document of its own.
-        documents = None
-        for numbers in (split.files[pieces], pieces):
-            if len(np.unique(numbers)) > 1:
-                documents = numbers.tolist()
+        chosen: list[tuple[int, int]] = []  # (document, number of its segment)
+        for turn in range(segments.max()):
+            chosen += [(piece, turn) for piece in order[segments[order] > turn]]  # those that have another segment
+            if len(chosen) >= sequences:
                 break
+        pieces, turns = np.array(chosen[:sequences]).T
+        ends = offsets[pieces] + (turns + 1) * longest
+        documents = _documents_of_texts(split, pieces)
         return [self._eval_set(ends, length, target_tokens, documents) for length in lengths]
 
     def _eval_set(
@@ -217,3 +214,15 @@ def _window_starts(ranks: np.ndarray, tokens: int, length: int, seed: int) -> np
         shuffled = feistel_permutation(windows[rows], n, keys)
         starts[rows] = int(phase) % tokens + length * shuffled
     return starts
+
+
+def _documents_of_texts(split: Split, pieces: np.ndarray) -> list[int] | None:
+    """Return `EvalSet.documents` for texts from these documents of the split: the number of each text's file.
+
+    If all texts are from one file, its pieces count as documents instead; if they are from one piece, each text counts
+    as a document of its own, which is None.
+    """
+    for numbers in (split.files[pieces], pieces):
+        if len(np.unique(numbers)) > 1:
+            return numbers.tolist()
+    return None

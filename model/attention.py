@@ -24,9 +24,9 @@ class Context:
     """What an encoding knows of one call of attention. The queries are the newest of the keys' tokens.
 
     `model.position.layer` makes one for each encoding of a forward pass. Where a batch is not one text in each row, its
-    reading (`model.reading`) puts objects of its own in the place of this one, which have `attend` and `earlier` too.
-    That of packed documents makes each document a row of its own, which one of these contexts reads, so that no mask
-    is needed between documents.
+    reading puts an object of its own in the place of this one, which has `attend` and `earlier` too. With packed
+    documents that is `model.reading.PackedContext`: it makes each document a row of its own, padded to one of a few
+    widths, and lets one of these contexts attend for each width. So no mask is needed between documents.
     """
 
     pos_q: Tensor  # int64 [Tq]
@@ -37,7 +37,7 @@ class Context:
     window: int | None = None  # query i sees the keys with i - j < window; None: all keys up to itself
     temperature: Tensor | None = None  # of each query's scores, broadcasts to [B, H, Tq, 1]: see `tempered`
     sinks: Tensor | None = None  # a logit for each head, [H], that takes part in the softmax: see `softmax`
-    has_gaps: bool = False  # tokens of the text are missing: neighbours among the keys may be far apart
+    has_gaps: bool = False  # tokens are left out, as with trainer.positions: neighbours among the keys may be far apart
     cache: Cache | None = None  # holds the tokens before the first query
 
     def attend(
@@ -48,7 +48,8 @@ class Context:
 
         Args:
             q: queries [B, T, H, D].
-            k, v: keys and values [B, Tk, Hkv, D] of the same tokens, and of those before them that other ranks hold.
+            k, v: keys and values [B, Tk, Hkv, D] of the same tokens, and of those before them that other ranks hold;
+                those in the cache are added here.
             state: what `pe.state` made of the tokens of k, [B, Tk, ...] each.
             layer: owns its part of the cache.
             sinks: see `softmax`.
@@ -133,7 +134,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
             return fused(q, k, v, ctx, causal=True)
         if n_queries == 1:
             return fused(q, k, v, ctx)
-        # A GPU reads a piece of a text by one kernel. Elsewhere, and compiled, PyTorch makes a mask of all pairs.
+        # The queries are the last piece of a text. A GPU reads it by one kernel. Elsewhere, and compiled, PyTorch makes
+        # a mask of all pairs.
         if q.is_cuda and not torch.compiler.is_compiling():
             return fused(q, k, v, ctx, causal=True)
 
@@ -202,7 +204,7 @@ def fused_with_sinks(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, visible: 
     if visible is not None:
         visible = F.pad(visible, (1, 0), value=True)  # [Tq, 1 + Tk]
     if causal:
-        # A query for the additional key too, as there may be as many queries as keys; its result is dropped.
+        # A query for the additional key too, so that as many queries as keys stay as many; its result is dropped.
         q = F.pad(q, (0, 0, 1, 0))  # [B, H, 1 + Tq, D + extra]
     out = fused(q, k, v, replace(ctx, sinks=None), visible=visible, causal=causal)
     return out[:, :, int(causal) :, :-extra]

@@ -15,8 +15,8 @@ COLDEST = 1e-20  # logits divided by less could overflow, and only the most prob
 
 @torch.inference_mode()
 def generate(
-    net: GPT, idx: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
-    top_p: float | None = None, seed: int = 0, chunk: int = 1024, encodings: Encodings | None = None,
+    net: GPT, idx: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None, seed: int = 0,
+    chunk: int = 1024, encodings: Encodings | None = None,
 ) -> Iterator[Tensor]:  # fmt: skip
     """Continue the prompts `idx` int64 [B, T]: yield the next token of each, int64 [B], one step after the other.
 
@@ -24,7 +24,6 @@ def generate(
         max_new_tokens: at least 1.
         temperature: divides the logits; 0 takes the most probable token.
         top_k: keep the k most probable tokens, at least 1.
-        top_p: keep the smallest set of tokens with this probability, above 0.
         chunk: tokens of the prompt to read in one pass, which bounds the memory.
         encodings: that read it instead of the network's own, as of `for_length`.
 
@@ -46,15 +45,13 @@ def generate(
         hidden = net.hidden_states(piece, encodings=encodings, cache=cache)
     for i in range(max_new_tokens):
         logits = net.head(hidden[:, -1])[:, : net.vocab_size].float()
-        token = _sample(logits, temperature, top_k, top_p, generator)  # [B]
+        token = _sample(logits, temperature, top_k, generator)  # [B]
         yield token
         if i + 1 < max_new_tokens:
             hidden = net.hidden_states(token[:, None], encodings=encodings, cache=cache)
 
 
-def _sample(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
-) -> Tensor:
+def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
     """One token for each row of `logits` [B, V]: int64 [B]."""
     if temperature < COLDEST:
         return logits.argmax(-1)
@@ -62,11 +59,4 @@ def _sample(
     if top_k is not None and top_k < logits.size(-1):
         lowest_kept = logits.topk(top_k).values[:, -1:]  # [B, 1]
         logits = logits.masked_fill(logits < lowest_kept, -torch.inf)
-    if top_p is not None and top_p < 1:
-        ordered, order = logits.softmax(-1).sort(-1, descending=True)
-        # A token is dropped if the more probable ones reach top_p already: the one that crosses it is kept, so at least
-        # one remains.
-        beyond = ordered.cumsum(-1) - ordered >= top_p  # [B, V], most probable first
-        dropped = torch.zeros_like(beyond).scatter(-1, order, beyond)  # [B, V], in the order of the vocabulary
-        logits = logits.masked_fill(dropped, -torch.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)

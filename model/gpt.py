@@ -181,12 +181,14 @@ class GPT(nn.Module):
             reading: what the rows are: texts, packed documents, or texts that several ranks share, of which each gets
                 the hidden states of its own part.
             encodings: one for each layer, instead of the network's own: an evaluation passes those of another scale
-                (`model.position.network.at_scale`), training those of a stage. They have the same parameters.
+                (`model.position.network.at_scale`) or of another reading, training those of a stage or with shorter
+                windows. They have the same parameters.
             cache: holds the text before `idx`, and gets `idx` too.
         """
         encodings = encodings or self.encodings
         # A context for each encoding, with its tables, softmax scale and temperature, made by `make_context` of
-        # `model.position.layer`. Where ranks share a text, `idx` and `pos` become those of this rank's part.
+        # `model.position.layer`. The positions [B, T] of packed documents begin anew in each. Where ranks share a text,
+        # `idx` and `pos` become those of this rank's part.
         idx, pos, contexts = reading.contexts(dict.fromkeys(encodings), idx, cache)
         x = self.embedding(idx)  # [B, T, C]
         for pe in contexts:

@@ -72,7 +72,7 @@ class Model:
     def stream(
         self, prompt: str | Tensor, max_new_tokens: Annotated[int, Field(ge=1, le=MAX_LEN)] = 200, *,
         temperature: Annotated[float, Field(ge=0)] = 1.0, top_k: Annotated[int, Field(ge=1)] | None = None,
-        top_p: Annotated[float, Field(gt=0, le=1)] | None = None, seed: Seed = 0,
+        seed: Seed = 0,
     ) -> Iterator[str]:  # fmt: skip
         """Yield a continuation of `prompt` in pieces, each as soon as it is decoded.
 
@@ -86,9 +86,8 @@ class Model:
         n_shown = len(self.data.decode(tokens))
         encodings = for_length(self.net.encodings, len(ids) + max_new_tokens, self.net.train_len)
         for token in generate(
-            self.net, ids[None], max_new_tokens, encodings=encodings, temperature=temperature, top_k=top_k, top_p=top_p,
-            seed=seed,
-        ):  # fmt: skip
+            self.net, ids[None], max_new_tokens, encodings=encodings, temperature=temperature, top_k=top_k, seed=seed
+        ):
             tokens.append(int(token))
             text = self.data.decode(tokens)
             # An incomplete character is decoded as this one: wait for the rest of it.

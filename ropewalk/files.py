@@ -8,7 +8,6 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +18,7 @@ MAX_TEXT = 2**26  # bytes of the largest JSON or YAML file that is read
 MAX_LINE = 2**24  # characters of the longest line of a file that is read line by line
 
 
-@contextmanager
+@contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a file to write to, which replaces `path` once it is complete and on the disk.
 
@@ -48,7 +47,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             temporary.unlink(missing_ok=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Lock `folder`, and yield an empty folder beside it, which the caller renames to `folder` once it is complete.
 
@@ -117,8 +116,10 @@ def refuse_link(path: Path) -> Path:
         ValueError: it is a symbolic link, through which a run of somebody else would reach files outside of it; or a
             named pipe, a socket or a device, which a program that opens it would wait for without end.
     """
-    # What is missing passes, as a plain file: whoever opens it says so.
-    mode = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG
+    try:
+        mode = path.lstat().st_mode
+    except OSError:  # whoever opens it says why
+        return path
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise ValueError(f"{path} is a link, a pipe or a device, which is not followed: replace it by a plain file")
     return path

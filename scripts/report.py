@@ -32,6 +32,7 @@ from ropewalk.report.table import results
 
 Format = Literal["html", "md", "csv", "svg", "png", "pdf", "jsonl.gz"]
 ENDS = "|".join(map(re.escape, get_args(Format)))
+BY_SUFFIX = {Path(f"name.{kind}").suffix: kind for kind in get_args(Format)}  # .gz is that of jsonl.gz
 TEXTS = {"md": page.markdown, "csv": page.csv}  # without out=, to the terminal
 
 
@@ -52,14 +53,13 @@ def main(args: Arguments) -> None:
         asked = f" with a name as in only={args.only} exclude={args.exclude}" if args.only or args.exclude else ""
         raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
 
-    # The format that the name of `out` asks for; a page by default.
-    of_name = [kind for kind in get_args(Format) if args.out and args.out.endswith(f".{kind}")]
-    kind: str = args.format or (of_name[0] if of_name else "html")
+    kind = args.format or BY_SUFFIX[Path(args.out or page.PAGE).suffix]
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
-    # Some of `folders` may be files of results.
+    # In the first folder, as some of `folders` may be files of results; without one where the program runs.
     first_folder = next((Path(folder) for folder in folders if Path(folder).is_dir()), Path())
-    out = Path(args.out or (first_folder / page.PAGE).with_suffix(f".{kind}"))
+    usual_name = Path(page.PAGE).with_suffix(f".{kind}")
+    out = Path(args.out or first_folder / usual_name)
     if kind in TEXTS:
         text = printable(TEXTS[kind](runs, args.reference))
         if args.out is None:
@@ -76,4 +76,5 @@ def main(args: Arguments) -> None:
         axes = plot.gain(results(runs, args.reference), plot.new())
         write_bytes(out, plot.written(axes, kind))
 
-    print(f"wrote {out}: {sum(runs.runs.get('done', []))} complete runs, {len(runs.left_out)} left out")
+    complete = sum(runs.runs.get("done", []))
+    print(f"wrote {out}: {complete} complete runs, {len(runs.left_out)} left out")

@@ -2,7 +2,7 @@
 
 A scaled encoding uses its scale if the text will be longer than the training length.
 
-python scripts/sample.py run=runs/rope-code prompt="'def main('" max_new_tokens=200 temperature=0.8 top_p=0.95 seed=1
+python scripts/sample.py run=runs/rope-code prompt="'def main('" max_new_tokens=200 temperature=0.8 top_k=40 seed=1
 python scripts/sample.py run=runs/rope-code prompt=@notes.txt       # a file; prompt=- reads what is piped in
 python scripts/sample.py run=runs/rope-code pe=rerope max_new_tokens=2000
 """
@@ -37,7 +37,6 @@ class Arguments(Section):
     max_new_tokens: Count
     temperature: float = Field(ge=0)
     top_k: Count | None
-    top_p: float | None = Field(gt=0, le=1)
     seed: int = Field(ge=0, lt=2**63)
     device: str
 
@@ -59,7 +58,7 @@ def main(args: Arguments) -> None:
     known = model.net.train_len * scale
     if tokens > known:
         print(f"warning: {tokens} tokens, and the model has learned to read {known:g}", file=sys.stderr)
-    options = args.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
+    options = args.model_dump(include={"max_new_tokens", "temperature", "top_k", "seed"})
     for piece in itertools.chain([prompt], model.stream(prompt, **options)):
         # A terminal would obey control characters.
         print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)

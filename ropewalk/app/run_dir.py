@@ -18,7 +18,6 @@ import json
 import platform
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -101,7 +100,7 @@ class RunDir:
             remedy = "choose another name=..., or delete that run"
             raise ConfigError("\n".join([f"{self.path} holds a run with another configuration:", *differences, remedy]))
 
-    @contextmanager
+    @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the `lock` of the run, on rank zero."""
         with lock(self.path) if is_rank_zero() else contextlib.nullcontext():
@@ -196,7 +195,7 @@ class RunDir:
         write_text(self.metrics, "".join(lines))
 
 
-@contextmanager
+@contextlib.contextmanager
 def lock(run: Path) -> Iterator[None]:
     """Hold the lock of a run. Everything that writes into a run takes it, once in a process.
 
@@ -245,7 +244,7 @@ def check_place(run: Path, run_id: str) -> None:
         raise ConfigError(f"{run} is another run by now; this one has ended, and wrote nothing into it")
 
 
-@contextmanager
+@contextlib.contextmanager
 def naming_damage(path: Path, remedy: str) -> Iterator[None]:
     """Make errors about the content of a file say that it is damaged, in a ConfigError with the `remedy`."""
     try:

@@ -60,11 +60,11 @@ def is_measured(run: Path, cfg: Config) -> bool:
     # The settings of each kind of results that is asked for, under the conditions on which their plans are not None.
     # The data, which decide there, are not read here.
     asked = {"lengths": length_settings(cfg)}
-    longest = {"length": max(cfg.lengths), "sequences": cfg.eval.sequences}
+    at_longest = {"length": max(cfg.lengths), "sequences": cfg.eval.sequences}
     if cfg.eval.by_position and is_text:
-        asked["by_position"] = longest
+        asked["by_position"] = at_longest
     if cfg.eval.far_copies and is_text and max(cfg.lengths) > cfg.train_len:
-        asked["far_copies"] = longest
+        asked["far_copies"] = at_longest
     found = []
     for e in final:
         if e.kind in asked and asked[e.kind].items() <= e.eval.items():

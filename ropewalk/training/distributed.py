@@ -236,10 +236,8 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # Every few seconds Fabric's launcher looks for ranks that are gone and kills the others. It may be sooner than
-    # `_fail`, so it must be heard: Hydra disables the loggers of what was imported before it.
-    launcher = logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script")
-    launcher.setLevel(logging.INFO)
-    launcher.disabled = False
+    # `_fail`, so it must be heard.
+    logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
     try:
         fabric = Fabric(
             accelerator=hardware.device,

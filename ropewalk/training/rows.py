@@ -53,9 +53,11 @@ def record(progress: Progress, cfg: Config, hardware: Hardware, validation: dict
 @rank_zero_only
 def check_rows(run: RunDir, progress: Progress) -> None:
     """Raise ValueError if rows do not fit the newest checkpoint, or a trained run has none: nothing must be lost."""
+    # A run that was killed before its first checkpoint has later rows: it is trained anew, and writes them again.
     rows = 0
     if run.metrics.exists():
         rows = sum(row["step"] <= progress.step for row in read_metrics(run.path))
+    # A run of 0 steps is complete without a checkpoint.
     was_trained = (run.path / "training.json").is_file() and read_training(run.path)["steps"] > 0
     if rows != progress.rows or (was_trained and not progress.step):
         counted = f"the newest checkpoint counts {progress.rows}" if progress.step else "there is no checkpoint"

@@ -177,7 +177,6 @@ def test_sampling_follows_the_distribution():
     logits = net(idx)[0, -1]
     probability = (logits / 0.1).softmax(-1)
     ordered, order = probability.sort(descending=True)
-    needed_for_one_half = int((ordered.cumsum(0) < 0.5).sum()) + 1
 
     assert 0.1 < ordered[0] < 0.45  # neither flat nor certain
 
@@ -189,7 +188,6 @@ def test_sampling_follows_the_distribution():
 
     assert_close(shares(), ordered, atol=0.025, rtol=0)
     assert shares(top_k=3).count_nonzero() == shares(top_k=3)[:3].count_nonzero() == 3
-    assert shares(top_p=0.5).count_nonzero() == needed_for_one_half
     assert torch.equal(shares(), shares(seed=0))
     assert not torch.equal(shares(), shares(seed=2))
 

@@ -53,7 +53,7 @@ def test_the_text_of_the_most_probable_tokens(trained, sample, training, reader,
 
 
 def test_one_seed_is_one_text(sample):
-    options = ["prompt=a", "max_new_tokens=20", "top_k=200", "top_p=0.99"]
+    options = ["prompt=a", "max_new_tokens=20", "top_k=200"]
     first = sample(*options, "seed=1")
     assert sample(*options, "seed=1").out == first.out
     assert sample(*options, "seed=2").out != first.out

@@ -40,7 +40,7 @@ def repeats(tokens: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     """
     distances = np.zeros(len(tokens), dtype=np.int64)
     if len(tokens) <= n:
-        return distances, distances > 0
+        return distances, np.zeros(len(tokens), dtype=bool)
     # Equal rows of words get equal ids; within one id the distance to the row before it is that to the last occurrence.
     words = np.lib.stride_tricks.sliding_window_view(tokens[:-1], n)  # [T - n, n]; row i is before token i + n
     ids = np.unique(words, axis=0, return_inverse=True)[1].reshape(-1)
