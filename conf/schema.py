@@ -336,7 +336,10 @@ def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, 
 
 
 def unknown_key(key: str, siblings: Iterable[str]) -> str:
-    """Return the message about a key that does not exist, with the keys `siblings` that do."""
+    """Return the message about a key that does not exist: what it is here, if other programs have it (`conf.foreign`).
+
+    Else it names the nearest of the keys `siblings`, which do exist, or all of them.
+    """
     parent, dot, word = key.rpartition(".")
     hint = answer(key) or nearest(word, siblings, parent + dot)
     return f"{key}: there is no such key{hint}"

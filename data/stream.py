@@ -201,10 +201,10 @@ class TextData(Data):
         return EvalSet("text", length, len(ends), batch, hash_texts(*parts), documents, self.text_start)
 
 
-def _window_starts(ranks: np.ndarray, tokens: int, length: int, seed: int) -> np.ndarray:
-    """The tokens of a stream of so many at which training windows number `ranks` begin: int64, same shape."""
+def _window_starts(indices: np.ndarray, tokens: int, length: int, seed: int) -> np.ndarray:
+    """Where in a stream of `tokens` tokens the training windows of these numbers begin: int64, same shape."""
     n = tokens // length  # windows in an epoch
-    epochs, windows = np.divmod(ranks, n)
+    epochs, windows = np.divmod(indices, n)
     starts = np.empty_like(windows)
     # Random numbers of seed and epoch choose the token at which cutting starts, and the order of the windows. So a
     # window is a function of its number alone, and a resumed run needs no state of the epoch that it is in.

@@ -216,12 +216,14 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
     for config in runs.runs.config:
         config["eval.tolerance"] = cfg.eval.tolerance
     table = results(runs)
-    shown = grids(table)[:1]
-    if only is not None:
+    if only is None:
+        shown = grids(table)[:1]  # an overview: the page has all else
+    else:
+        # The settings of a measure are written as by `frame`.
         asked = {(e.kind, json.dumps(e.eval, sort_keys=True)) for e in only}
         # Not table[...]: of an empty table an empty list would choose no columns.
         table = table.loc[[measured in asked for measured in zip(table.measure, table["eval"], strict=True)]]
-        # That by position has a row for each of many positions, and the answer is not made of it.
+        # The measure by_position has a row for each of many positions: it is shown only if nothing else was asked for.
         others = table[table.measure != "by_position"]
         shown = grids(table if others.empty else others)
     for title, cells in shown:
