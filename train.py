@@ -86,6 +86,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         "parameters": n_parameters(net),
         "flops_per_token": flops_per_token(net, cfg.train_len),
     }
+    # From here on `training.hardware` holds: it is without kernels where a rank cannot use them.
     training = Training(fabric, cfg, hardware, data, net)
     net.init_weights(cfg.seed, assign)
 
@@ -138,11 +139,10 @@ class Training:
         self.ranks = Ranks(fabric, net, cfg, hardware)
         self.optimizer = make_optimizer(net, cfg.optim)
         self.plan = Plan(cfg, net)
-        # Without kernels where a rank cannot use them.
+        # Its `kernels` are False if any rank cannot use them.
         self.hardware = distributed.install_kernels(self.plan.encodings, hardware)
-        # Kernels and ranks that share a text bring a reading for all batches. Others are read by `model.reading`, with
-        # documents apart if there is a `document_end` (data.documents=mask). What does not go together is refused by
-        # `ropewalk.app.resolve`.
+        # With a `document_end` (data.documents=mask) documents are read apart, by `model.reading` or by kernels. Ranks
+        # that share a text bring a reading too. `ropewalk.app.resolve` refuses what does not go together.
         self.reader = distributed.reader_of(cfg.trainer, self.hardware, data.document_end, self.plan.encodings)
 
     def rehearse(self) -> None:
@@ -186,7 +186,7 @@ class Training:
         cfg = self.cfg
         t = cfg.trainer
         batches = self.micro_batches(start_step=progress.step)
-        # Since the last row.
+        # Since the last row: sums over the steps of what `step` returns.
         totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.ranks.fabric.device)
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
@@ -196,7 +196,8 @@ class Training:
                 totals += step_totals
                 norms.append(norm)
 
-                # Signals and clocks differ among ranks, but stopping and saving take all of them.
+                # What is due after this step. Signals and clocks differ among ranks, but stopping and saving take all
+                # of them: if one rank must, all do.
                 late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
                 stopping, late = distributed.any_rank(bool(signals), late)
                 last = step == t.max_steps
@@ -231,8 +232,8 @@ class Training:
                     break
 
             # Also after a signal during the last step or what followed it: all is saved, and measurements can wait.
-            stopping, interrupted = distributed.any_rank(bool(signals), "SIGINT" in signals)
-            if stopping:
+            stopped, interrupted = distributed.any_rank(bool(signals), "SIGINT" in signals)
+            if stopped:
                 reason = ", ".join(signals) or "another process was told to stop"
                 print(f"{reason}: stopped after step {progress.step}; rerun the same command to resume")
                 raise SystemExit(INTERRUPTED if interrupted else STOPPED)
@@ -252,7 +253,7 @@ class Training:
         )  # fmt: skip
 
     def step(self, step: int, batches: Iterator[tuple[Tensor, Tensor]], encodings: Encodings) -> tuple[Tensor, Tensor]:
-        """Do optimizer step `step`, counted from 1, on the next micro-batches.
+        """Do optimizer step `step`, counted from 1, on the next micro-batches, read by the `encodings` of this step.
 
         The loss is the mean over all scored targets of the step; micro-batches may have different numbers of them.
 
@@ -270,7 +271,8 @@ class Training:
             self.ranks.seed(cfg.seed, (step - 1) * n + m)
             with self.ranks.accumulating(last=m == n - 1):
                 totals += self.backward(*next(batches), encodings)
-        totals = self.ranks.average_gradients(totals)  # now of all ranks
+        self.ranks.average_gradients()
+        totals = self.ranks.fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
 
         # The gradient so far is that of the mean of loss x share. Dividing by the mean share makes it that of the mean
         # loss over all scored targets.
@@ -280,13 +282,14 @@ class Training:
         return totals / (n * self.ranks.fabric.world_size), norm
 
     def backward(self, x: Tensor, y: Tensor, encodings: Encodings) -> Tensor:
-        """Add the gradient of one micro-batch, inputs and targets int64 [B, T] on the CPU, to those before.
+        """Add the gradient of one micro-batch, inputs `x` and targets `y` int64 [B, T] on the CPU, to those before.
 
         Returns:
             [loss x share of scored targets, this share].
         """
         t = self.cfg.trainer
         positions = draw_positions(t.positions, x.size(1), t.max_position, self.ranks.fabric.device)
+        # Drawn positions are of whole texts: `ropewalk.app.resolve` refuses them with documents=mask and shared texts.
         reading = self.reader(x) if positions is None else Reading(positions)
         x, y = self.ranks.fabric.to_device((x, y))
         loss = self.ranks.model(x, reading, encodings=encodings, targets=y)
@@ -303,7 +306,7 @@ class Training:
         row |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
         if validating:
             metrics_of(self.net.encodings)  # drops what the rehearsal and the measurements at eval.at have fed
-            row |= rows.validation_row(self.validate(), self.net)
+            row |= rows.validation_row(self.validate(), metrics_of(self.net.encodings))
         distributed.on_rank_zero(lambda: run.append(row))
         logger.log(row)
         rows.show(row, self.cfg)

@@ -7,7 +7,6 @@ Each key is documented beside its default in the YAML files, and by --help. A co
 import difflib
 from bisect import bisect
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -255,8 +254,8 @@ class Config(Section):
         return sorted({round(ratio * self.train_len) for ratio in self.eval.lengths})
 
 
-# Keys in the files of older versions, each with the value that did nothing, the only one to be read; ...: any value did
-# nothing to the results.
+# Keys in the files of older versions, each with the only value that is read: it did nothing, or what is done now; ...:
+# any value did nothing to the results.
 GONE = {
     "data.lengths": None,
     "data.min_tokens": 0,
@@ -309,25 +308,26 @@ def parse(schema: type[S], values: Any, prefix: str = "") -> S:
 
 def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, str]:
     """The key that pydantic's error `detail` is about, and the message about it."""
-    # The location is followed as far as it leads.
+    # Follow the location into the values as far as its parts exist.
     path: list[str] = []  # the keys on the way
     value: Any = values  # what they lead to
     siblings: Any = values  # the section that holds it
     for part in detail["loc"]:
-        # A part that leads nowhere names an alternative of a union: it is no key.
-        with suppress(LookupError, TypeError):
-            inner = value[part]
-            # A key of a section, or the number of a section in a list. A list of plain values is reported whole.
-            if isinstance(value, Mapping) or isinstance(inner, Mapping):
-                path.append(str(part))
-                siblings = value
-                value = inner
+        # A key of a section, or the number of a section in a list. A list of plain values is reported whole.
+        is_key = isinstance(value, Mapping) and part in value
+        is_number = isinstance(value, list) and isinstance(part, int) and isinstance(value[part], Mapping)
+        # Other parts name alternatives of a union: they are no keys.
+        if is_key or is_number:
+            path.append(str(part))
+            siblings = value
+            value = value[part]
     key = prefix + ".".join(path)
     if detail["type"] == "missing":
         missing = prefix + ".".join([*path, str(detail["loc"][-1])])
         return missing, f"{missing} is missing"
     if detail["type"] == "extra_forbidden":
-        return key, unknown_key(key, [name for name in siblings if name != path[-1]])
+        others = [name for name in siblings if name != path[-1]]
+        return key, unknown_key(key, others)
     # A validator of a whole section, such as `GPTConfig._divisible`, names the keys itself.
     if detail["type"] == "value_error" and isinstance(value, Mapping):
         return key, str(detail["ctx"]["error"])

@@ -96,7 +96,8 @@ class Data(ABC):
     def optimum(self, x: Tensor, y: Tensor) -> Tensor | None:
         """The loss of the best possible predictor of inputs and targets [B, T], in nats; None where nobody knows it.
 
-        float64 [B, T], 0 where a target is not scored: a deterministic function of the texts and the options.
+        Of text alone, since tasks are measured by their errors. float64 [B, T], 0 where a target is not scored: a
+        deterministic function of the texts and the options.
         """
         return None
 
@@ -122,8 +123,11 @@ class Data(ABC):
 
 
 def build_data(options: Mapping[str, Any]) -> Data:
-    """Build the source that a `data` configuration describes: `_target_`, such as "data.text.TextFiles", a display
-    `name`, and the class's options. Raises ValueError, with a line for each mistake.
+    """Build the source that a `data` configuration describes. Raises ValueError, with a line for each mistake.
+
+    Args:
+        options: `_target_`, such as "data.text.TextFiles", a display `name`, and the class's options.
     """
+    # Of a missing _target_ `resolve` says how to choose one.
     cls = plugins.resolve(str(options.get("_target_", "")), Data, "data", "data")  # type: ignore[type-abstract]
     return cls(**plugins.checked(cls, options, "data"))

@@ -52,11 +52,12 @@ class HFTokenizer(Tokenizer):
         self.vocab_size = max(self.backend.get_vocab().values(), default=0) + 1
         if self.vocab_size > MAX_RANK:
             raise ValueError(f"data.tokenizer={self.name} has {self.vocab_size:,} ids: at most {MAX_RANK:,} are read")
-        self.label = f"{type(self.backend.model).__name__.lower()}-{self.vocab_size}"
+        self.label = f"{type(self.backend.model).__name__.lower()}-{self.vocab_size}"  # such as bpe-50257
         self.eot = _end_token(folder, self.backend, self.name)
         self.pieces, self.token_bytes = _byte_pieces(self.backend, self.vocab_size)
         # Its normaliser may change a text, such as to lower case: `TextData.token_bytes` makes up for that. But the
-        # bytes of its tokens must spell out exactly what the normaliser leaves.
+        # bytes of its tokens must spell out exactly what the normaliser leaves. That of SentencePiece writes "▁" for a
+        # space.
         normalizer = self.backend.normalizer
         expected = PROBE if normalizer is None else normalizer.normalize_str(PROBE).replace("▁", " ")
         (ids,) = self.encode([PROBE])
@@ -64,7 +65,7 @@ class HFTokenizer(Tokenizer):
         if written.strip(" ") != expected.strip(" "):  # SentencePiece puts a space before a text
             remedy = "choose one that is byte-level (GPT-2, Llama 3, Qwen), or has byte fallback (Llama 2)"
             raise ValueError(f"data.tokenizer={self.name}: the bytes of its tokens are unknown: {remedy}")
-        # Where its own steps put a token before a text, the first id is another.
+        # If its own steps put a token before each text, that is the first id.
         with_special = self.backend.encode(PROBE).ids
         self.bos = None if with_special[0] == ids[0] else with_special[0]
         content = json.dumps([values, self.eot], sort_keys=True)
@@ -91,10 +92,11 @@ def train(texts: Iterable[str], size: int, path: Path) -> None:
         path: the file to write.
 
     Raises:
-        ValueError: there is too little text for so many tokens.
+        ValueError: there is too little text for so many tokens, or the library fails on a text.
     """
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    # The time for a piece grows with the square of its length, and nothing is learned of base64 or a wall of blanks.
+    # The second pattern cuts long pieces: the time for one grows with the square of its length, and nothing is learned
+    # of base64 or a wall of blanks.
     bpe.pre_tokenizer = pre_tokenizer(FILE_PATTERN, rf"[\s\S]{{1,{LONGEST_PIECE}}}")
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=[*BYTE_OF], show_progress=False)
     with panics_are_errors(f"train:{size}"):
@@ -103,7 +105,7 @@ def train(texts: Iterable[str], size: int, path: Path) -> None:
     if len(ranks) < size - 1:
         remedy = "ask for fewer, or give more text"
         raise ValueError(f"data.tokenizer=train:{size}: this text gives no more than {len(ranks) + 1} tokens: {remedy}")
-    # The library names tokens by printable characters; tiktoken's format wants their bytes.
+    # The library names tokens by printable characters; tiktoken's format wants their bytes in base64, then the rank.
     lines = [f"{base64.b64encode(_byte_level(token)).decode()} {rank}\n" for token, rank in ranks]
     path.write_text("".join(lines))
 
@@ -120,7 +122,7 @@ def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
     # Padding and truncation are settings of whoever saved the file. They would change the tokens of our texts.
     try:
         values = json.loads(read_bytes(folder / "tokenizer.json")) | {"padding": None, "truncation": None}
-        with panics_are_errors(name, "restore the file"):
+        with panics_are_errors(name, "restore the file"):  # a panic is no Exception, so it would pass the one below
             backend = tokenizers.Tokenizer.from_str(json.dumps(values))
     except FileNotFoundError:
         remedy = "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it"
@@ -136,16 +138,17 @@ def _end_token(folder: Path, backend: Any, name: str) -> int:
     for file in ("tokenizer_config.json", "generation_config.json", "config.json"):
         path = folder / file
         values = read_json(path.resolve()) if path.is_file() else {}  # files in the hub's cache are links
-        # Somebody else's file may have anything in both places. What is no token, or no id of one, is passed over.
+        # Somebody else's file may have anything in both places. Anything but a token or its id is passed over.
         token = values.get("eos_token")
         if isinstance(token, dict):
             token = token.get("content")
+        # The file names the token by its text, or else by its id.
         end: Any = backend.token_to_id(str(token)) if token else values.get("eos_token_id")
         if isinstance(end, list):  # several tokens may end a text; the first one is ours
-            end = next(iter(end), None)
+            end = end[0] if end else None
         is_id = type(end) is int and 0 <= end < MAX_RANK
         text = backend.id_to_token(end) if is_id else None
-        # Usable: it exists, and ordinary text cannot give it, as it would not mark the end of a document then.
+        # Usable: it exists, and ordinary text never gives it. Otherwise it would not mark the end of a document.
         if text is not None and end not in backend.encode(text, add_special_tokens=False).ids:
             return end
     remedy = f"name one as eos_token in {folder}/tokenizer_config.json"
@@ -176,7 +179,7 @@ def _byte_pieces(backend: Any, vocab_size: int) -> tuple[list[bytes], torch.Tens
 
 
 def _byte_level(token: str) -> bytes:
-    # As the library does, which takes a name with other characters as it is.
+    """The bytes of a byte-level name of a token. One with other characters is taken as it is, as the library does."""
     if set(token) - BYTE_OF.keys():
         return token.encode()
     return bytes(BYTE_OF[character] for character in token)

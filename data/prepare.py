@@ -126,7 +126,7 @@ def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: flo
         hashes, sizes, for_val = _split(source, val_fraction)
         chosen = ~for_val
         # The sample is the documents with the highest hashes: it depends on their ids alone, and a larger val_fraction,
-        # which takes the lowest, hardly changes it.
+        # which takes the lowest, hardly changes it. Above this quantile lie about SAMPLED_BYTES of text.
         if sizes.sum() > SAMPLED_BYTES:
             chosen &= hashes >= np.quantile(hashes, 1 - SAMPLED_BYTES / sizes.sum())
         texts = (text.decode("utf-8", "replace") for _, text in _documents(source, chosen, "reading"))
@@ -146,10 +146,10 @@ def _prepared_folder(
         write: called with an empty folder, unless the request has been served before.
 
     Raises:
-        ValueError: a document cannot be read, the folder not be written, or the documents changed meanwhile.
+        ValueError: a document cannot be read, the folder cannot be written, or the documents changed meanwhile.
     """
-    before = source.fingerprint()
-    digest = hashlib.sha256(json.dumps([FORMAT, before, *request]).encode()).hexdigest()
+    fingerprint = source.fingerprint()
+    digest = hashlib.sha256(json.dumps([FORMAT, fingerprint, *request]).encode()).hexdigest()
     folder = prefix.with_name(f"{prefix.name}-{label}-{digest[:12]}")
     try:
         if folder.exists():
@@ -159,12 +159,12 @@ def _prepared_folder(
                 write(unfinished)
                 # Documents are read several times and told apart by their numbers. If a file grows meanwhile, a text
                 # could be in both splits, or in none.
-                if source.fingerprint() != before:
+                if source.fingerprint() != fingerprint:
                     raise ValueError("the documents changed while they were read: try again when nobody writes to them")
                 unfinished.replace(folder)
     except OSError as error:
         place = f"data.cache_dir={prefix.parent}"
-        raise ValueError(f"the documents cannot be read, or not be prepared in {place}: {error}") from None
+        raise ValueError(f"the documents cannot be read, or what is prepared not written to {place}: {error}") from None
     return folder
 
 
@@ -219,13 +219,13 @@ def _write_split(
         The fields of `Split`, but for its folder.
     """
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    path = folder / f"{name}.bin"
+    tokens_path = folder / f"{name}.bin"
     files_path = folder / f"{name}.files"
     counts = dict.fromkeys(("documents", "tokens", "bytes", "token_bytes", "repeated", "not_utf8"), 0)
     with_text = ((identity, text) for identity, text in documents if text)
     last_id = None
     file_number = -1
-    with path.open("wb") as stream, files_path.open("wb") as files:
+    with tokens_path.open("wb") as stream, files_path.open("wb") as files:
         # Batches of documents, until one is empty.
         for batch in iter(lambda: list(itertools.islice(with_text, DOCUMENTS)), []):
             texts = []
@@ -247,14 +247,14 @@ def _write_split(
                     last_id = identity
                 file_numbers.append(file_number)
                 counts["bytes"] += len(encoded)
-                counts["not_utf8"] += encoded != raw
+                counts["not_utf8"] += int(encoded != raw)
             np.array(file_numbers, dtype="uint32").tofile(files)
             for ids in tokenizer.encode(texts):
                 np.append(ids, tokenizer.eot).astype(dtype).tofile(stream)
                 counts["documents"] += 1
                 counts["tokens"] += len(ids) + 1
                 counts["token_bytes"] += int(tokenizer.token_bytes[ids.astype(np.int64)].sum())
-    hashes = {"sha256": sha256(path), "files_sha256": sha256(files_path)}
+    hashes = {"sha256": sha256(tokens_path), "files_sha256": sha256(files_path)}
     return {"name": name, "dtype": dtype, **counts, **hashes}
 
 
@@ -267,7 +267,7 @@ def _open(folder: Path) -> dict[str, Split]:
             split = Split(folder, **manifest[name])
             splits[name] = split
             _check(folder / f"{name}.bin", split.tokens * np.dtype(split.dtype).itemsize, split.sha256)
-            _check(folder / f"{name}.files", 4 * split.documents, split.files_sha256)
+            _check(folder / f"{name}.files", split.documents * np.dtype("uint32").itemsize, split.files_sha256)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{folder} is damaged ({reason}). Delete the folder to have it made again") from None

@@ -66,10 +66,11 @@ class TextData(Data):
 
     @property
     def token_bytes(self) -> Tensor:
-        """Bytes of each token. Those of the validation split add up to the bytes of its texts.
+        """Bytes of each token, float64 [vocab_size]: over the validation split they add up to those of its texts.
 
-        Where a tokenizer changes texts, such as to lower case, its tokens have a share of these bytes.
+        Where a tokenizer changes texts, such as to lower case, the bytes of all tokens are scaled alike.
         """
+        # Bytes of text for each byte that tokens stand for: 1 unless texts are changed. Special tokens stand for none.
         val = self.prepared["val"]
         return self.encoder.token_bytes.double() * (val.bytes / max(val.token_bytes, 1))
 
@@ -84,8 +85,8 @@ class TextData(Data):
 
     def identity(self) -> dict[str, Any]:
         hashes = {f"{name}_sha256": self._split(name).sha256 for name in ("train", "val")}
-        start = {} if self.text_start is None else {"bos": self.text_start}
-        return self.tokenizer_identity() | hashes | start
+        bos = {} if self.text_start is None else {"bos": self.text_start}
+        return self.tokenizer_identity() | hashes | bos
 
     def tokenizer_identity(self) -> dict[str, Any]:
         return {"tokenizer": self.encoder.hash}
@@ -126,9 +127,12 @@ class TextData(Data):
         return x, y
 
     def _mark_starts(self, x: Tensor, y: Tensor) -> None:
-        """Let windows begin as texts do; with documents=mask leave the first token of each out of `y`; in place."""
-        # The start token takes the place of another, so that lengths stay. This comes first: where that other one ended
-        # a document, a text begins here all the same, and its first target counts.
+        """Let each window begin as a text does and, with documents=mask, leave first tokens of documents out of `y`.
+
+        Both tensors are changed in place.
+        """
+        # The start token takes the place of the window's first one, so that lengths stay. It is set before the mask:
+        # where that first one ended a document, a text begins here all the same, and its first target counts.
         if self.text_start is not None:
             x[:, 0] = self.text_start
         # Where attention stays within a document, nothing in the end of one predicts the start of the next.
@@ -167,14 +171,15 @@ class TextData(Data):
         order = feistel_permutation(np.arange(len(sizes)), len(sizes), [1, 2, 3, 4])
         # First the first segment of each document that has one, then the second ones, and so on: otherwise one long
         # document could fill the set.
-        chosen: list[tuple[int, int]] = []  # (document, number of its segment)
+        order = order[segments[order] > 0]  # there may be far more documents without one
+        chosen: list[tuple[int, int]] = []  # (document, the token at which its segment ends)
         for turn in range(segments.max()):
-            chosen += [(piece, turn) for piece in order[segments[order] > turn]]  # those that have another segment
+            more = order[segments[order] > turn]  # the documents that have another segment
+            chosen += zip(more, offsets[more] + (turn + 1) * longest, strict=True)
             if len(chosen) >= sequences:
                 break
-        pieces, turns = np.array(chosen[:sequences]).T
-        ends = offsets[pieces] + (turns + 1) * longest
-        documents = _documents_of_texts(split, pieces)
+        owners, ends = np.array(chosen[:sequences]).T  # int64 [texts] each
+        documents = _documents_of_texts(split, owners)
         return [self._eval_set(ends, length, target_tokens, documents) for length in lengths]
 
     def _eval_set(
@@ -216,13 +221,13 @@ def _window_starts(indices: np.ndarray, tokens: int, length: int, seed: int) -> 
     return starts
 
 
-def _documents_of_texts(split: Split, pieces: np.ndarray) -> list[int] | None:
+def _documents_of_texts(split: Split, documents: np.ndarray) -> list[int] | None:
     """Return `EvalSet.documents` for texts from these documents of the split: the number of each text's file.
 
     If all texts are from one file, its pieces count as documents instead; if they are from one piece, each text counts
     as a document of its own, which is None.
     """
-    for numbers in (split.files[pieces], pieces):
+    for numbers in (split.files[documents], documents):
         if len(np.unique(numbers)) > 1:
             return numbers.tolist()
     return None

@@ -134,9 +134,9 @@ def _pieces(path: Path, document_bytes: int | None) -> Iterator[bytes]:
         total = os.fstat(file.fileno()).st_size
         size = min(document_bytes or total, total) or 1
         for start in range(0, total, size):
-            # The document before has ended here: perhaps beyond `start`, but not beyond start + size.
+            # The document before has ended here, perhaps beyond `start`; or a byte order mark beyond a tiny `size`.
             position = file.tell()
-            piece = file.read(start + size - position) + file.readline(size)
+            piece = file.read(max(0, start + size - position)) + file.readline(size)
             piece = _whole_characters(piece, file.peek(1)[:1])
             file.seek(position + len(piece))
             yield piece
@@ -183,6 +183,7 @@ def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
             remedy = "a folder's files are data.files='FOLDER/**/*', and [[] stands for a bracket"
             raise ValueError(f"data.files={pattern} matches no file (seen from {Path.cwd()}); {remedy}")
         paths += files
+        # The last part, the file's own, always belongs to the id.
         without_wildcards = itertools.takewhile(lambda part: not re.search(r"[*?[]", part), path.parts[:-1])
         folders.append(Path(*without_wildcards))
     folder = os.path.commonpath(folders)

@@ -83,7 +83,7 @@ class Tokenizer:
 
 @contextmanager
 def panics_are_errors(name: str, remedy: str = SHORTEN) -> Iterator[None]:
-    """Raise ValueError where the Rust code of a tokenizer's library gives up; its own exception is no Exception."""
+    """Raise ValueError where a tokenizer's library panics in Rust, which `except Exception` would not catch."""
     try:
         yield
     except BaseException as error:
@@ -119,10 +119,11 @@ def _encoding(label: str, pattern: str, ranks: dict[bytes, int]) -> tiktoken.Enc
 
 def _read_ranks(path: str, published: list[str]) -> dict[bytes, int]:
     """Read a vocabulary file. Raises ValueError if it is missing or damaged."""
-    # tiktoken's own reader caches by path, and would miss that a file has changed. The user's file may be a link, so it
-    # is resolved. A pipe or a device is refused: reading it would wait for a writer, or never end.
+    # tiktoken's own reader caches by path, and would miss that a file has changed.
     ranks: dict[bytes, int] = {}
     try:
+        # The user's file may be a link, so it is resolved. What `refuse_link` still refuses are pipes and devices:
+        # reading one would wait for a writer, or never end.
         lines = [line for line in read_bytes(refuse_link(Path(path).resolve())).splitlines() if line]
         for line in lines:
             token, rank = line.split()

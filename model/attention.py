@@ -24,7 +24,7 @@ class Context:
     """What an encoding knows of one call of attention. The queries are the newest of the keys' tokens.
 
     `model.position.layer` makes one for each encoding of a forward pass. Where a batch is not one text in each row, its
-    reading puts an object of its own in the place of this one, which has `attend` and `earlier` too. With packed
+    reading puts an object of its own in the place of this one, with the methods `attend` and `earlier`. With packed
     documents that is `model.reading.PackedContext`: it makes each document a row of its own, padded to one of a few
     widths, and lets one of these contexts attend for each width. So no mask is needed between documents.
     """
@@ -82,7 +82,7 @@ class Context:
 
     def block(self, start: int, stop: int, low: int = 0) -> "Context":
         """The context of queries start..stop-1 and of the keys from `low` up to the last of these queries."""
-        end = self.pos_k.size(0) - self.pos_q.size(0) + stop
+        end = self.pos_k.size(0) - self.pos_q.size(0) + stop  # `stop` after the keys before the first query
         return replace(self, pos_q=self.pos_q[start:stop], pos_k=self.pos_k[low:end])
 
     @property
@@ -129,16 +129,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
     if ctx.window is not None and ctx.window >= n_keys and not ctx.has_gaps:
         ctx = replace(ctx, window=None)  # it hides nothing
     if bias is None and ctx.window is None:
-        # One kernel without a mask. A single query is the newest token, and sees every key.
-        if n_queries == n_keys:
-            return fused(q, k, v, ctx, causal=True)
-        if n_queries == 1:
+        # By one kernel without a mask.
+        if n_queries == 1:  # the newest token sees every key
             return fused(q, k, v, ctx)
-        # The queries are the last piece of a text. A GPU reads it by one kernel. Elsewhere, and compiled, PyTorch makes
-        # a mask of all pairs.
-        if q.is_cuda and not torch.compiler.is_compiling():
+        # A whole text; and the last piece of one, but on a GPU alone. Elsewhere, and compiled, PyTorch would make a
+        # mask of all pairs for it: there it is read in blocks, below.
+        reads_pieces = q.is_cuda and not torch.compiler.is_compiling()
+        if n_queries == n_keys or reads_pieces:
             return fused(q, k, v, ctx, causal=True)
 
+    # In blocks of queries, each with the mask and the bias of its own pairs.
     def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         if bias is None:
             return fused(q, k, v, ctx, visible=ctx.visible())
@@ -176,7 +176,7 @@ def fused(
         # is_causal=True would align the mask to the top left.
         from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which takes a second
 
-        visible = causal_lower_right(q.size(2), k.size(2))
+        visible = causal_lower_right(q.size(2), k.size(2))  # stands for the mask, without its Tq x Tk entries
         causal = False
     if q.is_cuda and (visible is not None or q.dtype == torch.float32):
         # For these PyTorch has no fused CUDA kernel with grouped heads, only one that holds all T x T scores.
@@ -193,21 +193,23 @@ def fused_with_sinks(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, visible: 
     In 16 bit the sinks are rounded, and so are their gradients, by 1 to 4 percent.
     """
     assert ctx.sinks is not None
-    # Queries get a channel that holds sink / scale. The additional key has 1 there and 0 elsewhere, all other keys have
-    # 0 there. Seven channels of zeros follow, as fused kernels want multiples of 8.
+    # Fused kernels know no sinks, but they take one more key. So queries get a channel that holds sink / scale. The
+    # additional key has 1 there and 0 elsewhere, all other keys have 0 there. Seven channels of zeros follow, as fused
+    # kernels want multiples of 8.
     extra = 8
-    sink = F.pad((ctx.sinks / ctx.scale).to(q.dtype)[:, None, None], (0, extra - 1))  # [H, 1, extra]
-    q = torch.cat((q, sink.expand(*q.shape[:3], -1)), dim=-1)  # [B, H, Tq, D + extra]
+    sink_channels = F.pad((ctx.sinks / ctx.scale).to(q.dtype)[:, None, None], (0, extra - 1))  # [H, 1, extra]
+    q = torch.cat((q, sink_channels.expand(*q.shape[:3], -1)), dim=-1)  # [B, H, Tq, D + extra]
     first_key = F.pad(k.new_ones(*k.shape[:2], 1, 1), (k.size(-1), extra - 1))  # [B, Hkv, 1, D + extra]
     k = torch.cat((first_key, F.pad(k, (0, extra))), dim=2)  # [B, Hkv, 1 + Tk, D + extra]
     v = F.pad(v, (0, extra, 1, 0))  # [B, Hkv, 1 + Tk, D + extra]
     if visible is not None:
         visible = F.pad(visible, (1, 0), value=True)  # [Tq, 1 + Tk]
     if causal:
-        # A query for the additional key too, so that as many queries as keys stay as many; its result is dropped.
+        # A query for the additional key too, so that each of the others still sees its own keys, and a whole text stays
+        # one, which needs no mask. The result of that query is dropped.
         q = F.pad(q, (0, 0, 1, 0))  # [B, H, 1 + Tq, D + extra]
     out = fused(q, k, v, replace(ctx, sinks=None), visible=visible, causal=causal)
-    return out[:, :, int(causal) :, :-extra]
+    return out[:, :, int(causal) :, :-extra]  # without that query, if there is one, and the added channels
 
 
 def in_blocks(

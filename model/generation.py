@@ -22,10 +22,10 @@ def generate(
 
     Args:
         max_new_tokens: at least 1.
-        temperature: divides the logits; 0 takes the most probable token.
+        temperature: divides the logits; at least 0, which takes the most probable token.
         top_k: keep the k most probable tokens, at least 1.
         chunk: tokens of the prompt to read in one pass, which bounds the memory.
-        encodings: that read it instead of the network's own, as of `for_length`.
+        encodings: one for each layer, instead of the network's own, as of `model.position.network.for_length`.
 
     Raises:
         ValueError: an empty prompt, an id outside the vocabulary, or a text longer than the encoding is defined for.
@@ -35,7 +35,7 @@ def generate(
     bad = idx[(idx < 0) | (idx >= net.vocab_size)]
     if len(bad):
         raise ValueError(f"token id {bad[0]} is outside the vocabulary 0..{net.vocab_size - 1}: another tokenizer?")
-    for pe in dict.fromkeys(encodings or net.encodings):
+    for pe in encodings or net.encodings:
         check_length(pe, idx.size(1) + max_new_tokens)
     generator = torch.Generator(idx.device).manual_seed(seed)
     # The prompt is read into the cache first, a chunk at a time. Then each pass reads the one token just drawn. The

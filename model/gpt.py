@@ -186,9 +186,9 @@ class GPT(nn.Module):
             cache: holds the text before `idx`, and gets `idx` too.
         """
         encodings = encodings or self.encodings
-        # A context for each encoding, with its tables, softmax scale and temperature, made by `make_context` of
-        # `model.position.layer`. The positions [B, T] of packed documents begin anew in each. Where ranks share a text,
-        # `idx` and `pos` become those of this rank's part.
+        # A context for each distinct encoding, with its tables, softmax scale and temperature, made by
+        # `model.position.layer.make_context`. The positions [B, T] of packed documents begin anew in each. Where ranks
+        # share a text, `idx` and `pos` become those of this rank's part.
         idx, pos, contexts = reading.contexts(dict.fromkeys(encodings), idx, cache)
         x = self.embedding(idx)  # [B, T, C]
         for pe in contexts:
@@ -208,15 +208,19 @@ class GPT(nn.Module):
         """Logits [B, T, padded vocabulary] of token ids `idx` int64 [B, T]: see `hidden_states`.
 
         With `targets` int64 [B, T] it returns the mean cross-entropy in nats instead, over all targets but
-        IGNORE_INDEX. Where ranks share a text, the mean is that of their results.
+        IGNORE_INDEX. Where ranks share a text, each returns a part, and the mean over the ranks is this number.
         """
         hidden = self.hidden_states(idx, reading, encodings=encodings, cache=cache)
         if targets is None:
             return self.head(hidden)
-        return self.loss(hidden, *reading.scored(targets))
+        return self.loss(hidden, *reading.scored(targets))  # the targets of `hidden`, and what divides their sum
 
     def loss(self, hidden: Tensor, targets: Tensor, n_targets: Tensor) -> Tensor:
-        """Summed cross-entropies in nats, divided by `n_targets`, of hidden states [B, T, C] and targets [B, T]."""
+        """Summed cross-entropies in nats of hidden states [B, T, C] and targets [B, T], by `n_targets`.
+
+        Args:
+            n_targets: number of targets that count, a scalar tensor: see `Reading.scored`.
+        """
 
         def nats(logits: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
@@ -280,8 +284,8 @@ class GPT(nn.Module):
                 continue
             values = torch.zeros(p.shape)  # of one parameter at a time
             if name.endswith("mix.conv"):  # as PyTorch's Conv1d: uniform up to 1 / sqrt(tokens)
-                name = name.replace("mix.conv", "qkv_conv.weight")  # its old name, which seeds the same values
-                nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator(name))
+                old_name = name.replace("mix.conv", "qkv_conv.weight")  # seeds the same values as in older versions
+                nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator(old_name))
             elif name.endswith(("attn.out.weight", "mlp.down.weight")):
                 nn.init.normal_(values, 0.0, residual_std, generator(name))
             elif p.ndim > 1:

@@ -41,6 +41,8 @@ class Reading:
     ) -> tuple[Tensor, Tensor, Contexts]:
         """The token ids of `idx` [B, T] that this process reads; their positions; a context for each encoding.
 
+        The positions are int64 [T], or [B, T] where those of each row differ.
+
         Each context is made once, before the layers run. So tables, such as the angles of a rotation, are computed once
         rather than in every layer, and are not part of what checkpointing computes again.
         """
@@ -48,7 +50,7 @@ class Reading:
         if self.positions is not None:
             pos, length = self.positions
         else:
-            length = n_new + (0 if cache is None else cache.length)
+            length = n_new if cache is None else cache.length + n_new
             pos = torch.arange(length, device=idx.device)  # of the cached tokens too
         contexts = {pe: make_context(pe, pos, n_new, length, cache) for pe in encodings}
         return idx, pos[-n_new:], contexts
@@ -85,15 +87,18 @@ class Packed(Reading):
     def contexts(
         self, encodings: Iterable[PositionEncoding], idx: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Tensor, Contexts]:
+        """As `Reading.contexts`: the positions are [B, T], within pieces, and each width has one set of tables."""
         assert cache is None  # no text is continued by packed documents
         device = idx.device
-        rows = [rows.to(device) for rows in self.rows]
-        on_device = Packed(rows=rows, place=self.place.to(device), pos=self.pos.to(device))
+        on_device = Packed(
+            rows=[tokens.to(device) for tokens in self.rows], place=self.place.to(device), pos=self.pos.to(device)
+        )
         # Each piece is a text of its own, so its positions begin at 0, and all rows of a width share one context.
         positions = [torch.arange(rows.size(1), device=device) for rows in on_device.rows]  # [L] of each width
         contexts = {}
         for pe in encodings:
-            contexts[pe] = PackedContext(on_device, [make_context(pe, pos, len(pos), len(pos)) for pos in positions])
+            by_width = [make_context(pe, pos, len(pos), len(pos)) for pos in positions]
+            contexts[pe] = PackedContext(on_device, by_width)
         return idx, on_device.pos, contexts
 
 
@@ -109,6 +114,7 @@ class PackedContext:
         self, pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], *, layer: Hashable,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
+        """As `Context.attend`, of q, k and v [B, T, H or Hkv, D] and `state`, [B, T, ...] each: [B, T, H, D]."""
         out = []
         for rows, ctx in zip(self.documents.rows, self.by_width, strict=True):
             # Of the tokens of the pieces: [n, L, H, D], twice [n, L, Hkv, D], and [n, L, ...] each of the state.
@@ -144,9 +150,8 @@ def packed(idx: Tensor, end: int | None) -> Reading:
 
     # All pieces of one width are one call of attention, so widths should be few. A power of two at most doubles a piece
     # that is not shorter than SHORTEST.
-    # 2 ** length.bit_length() exceeds the length, so no smaller width is left out.
-    doubled = [SHORTEST * 2**n for n in range(length.bit_length()) if SHORTEST * 2**n < length]
-    all_widths = torch.tensor([*doubled, length])  # ascending
+    doubled = SHORTEST * 2 ** torch.arange(length.bit_length())  # to beyond the length
+    all_widths = torch.cat((doubled[doubled < length], torch.tensor([length])))  # ascending
     widths = all_widths[torch.searchsorted(all_widths, sizes)]  # of each piece the least that holds it
     rows = []
     place = torch.empty(total, dtype=torch.long)

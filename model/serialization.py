@@ -71,7 +71,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
         return unsealed(description) | _checked(description)
     # The file may have been edited by hand: without a key, or with a value of any type under it.
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise ValueError(f"{path} cannot be read: {error}; restore it") from None
 
 
 def _checked(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,12 +129,13 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
         ValueError: they cannot be read, are not those that model.json was written with, or are not all finite
             floating-point numbers.
     """
-    path = Path(folder) / WEIGHTS
+    path = refuse_link(Path(folder) / WEIGHTS)
     # model.json and the weights are two files. The hash tells whether they belong together, also where a folder was
     # copied while it was being written.
     try:
-        # First the header, which says how long the file is: it may be a sparse one without an end.
-        weights = renamed(safetensors.torch.load_file(refuse_link(path)))
+        # Loaded before it is hashed: loading compares the length of the file with its header, and to hash a sparse
+        # file of any length might take forever.
+        weights = renamed(safetensors.torch.load_file(path))
         digest = sha256(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None

@@ -19,7 +19,7 @@ def flops_per_token(net: GPT, length: int) -> int:
     """Floating-point operations of forward and backward for each token of a causal sequence of `length` tokens.
 
     Counted as in PaLM (arXiv 2204.02311, appendix B): 6 for each weight of a matrix product; attention counts half of
-    the T x T scores, since it is causal. Those of an encoding are left out.
+    the T x T scores, since it is causal. Those of an encoding are left out, so that networks compare.
     """
     weights = sum(m.weight.numel() for m in net.modules() if isinstance(m, nn.Linear))
     attention = net.cfg.n_layer * net.cfg.n_head * net.cfg.head_width * length

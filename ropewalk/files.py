@@ -95,7 +95,7 @@ def unsealed(values: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(values)
     recorded = values.pop("checksum", None)
     if recorded not in (None, _checksum(values)):
-        raise ValueError("its checksum is not that of its values: restore it")
+        raise ValueError("its checksum is not that of its values")
     return values
 
 
@@ -104,7 +104,7 @@ def _checksum(values: Mapping[str, Any]) -> str:
 
 
 def append(path: Path, text: str) -> None:
-    """Add text to the end of a file."""
+    """Add text to the end of a file. Raises OSError: the reason; that of a full disk does not name the file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
 
@@ -248,6 +248,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
+    """Return the text of a file as `parse` reads it. Raises ValueError, OSError: see `read_text`; or `parse` fails."""
     text = read_text(path)
     try:
         return parse(text)

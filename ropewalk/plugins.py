@@ -49,10 +49,10 @@ def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
         group: the group of the configuration that names it, for the message.
 
     Raises:
-        ValueError: it lies elsewhere, cannot be imported, or is not such a class.
+        ValueError: it is empty, lies elsewhere, cannot be imported, or is not such a class.
     """
     if not target:
-        raise ValueError(f"{group} needs a _target_: choose it by its group, as in {group}=NAME")
+        raise ValueError(f"{group} needs a _target_, the name of its class: {group}=NAME has one")
     # The package is checked before the import, since importing a module runs its code.
     module, _, name = MOVED.get(target, target).rpartition(".")
     packages = [home, "lab", *os.environ.get(PLUGINS, "").replace(",", " ").split()]
@@ -92,7 +92,12 @@ def schema_of(cls: type) -> type[Section]:
 
 
 def checked(cls: type, options: Mapping[str, Any], group: str) -> dict[str, Any]:
-    """Return all options of a class, `options` of a configuration and the defaults, without `_target_` and `name`.
+    """Return all options of a class: those that a configuration gives, and the defaults of the others.
+
+    They are checked: 8 becomes 8.0 where a float belongs. `_target_` and `name` are left out.
+
+    Args:
+        group: the group of the configuration, for the message.
 
     Raises:
         ValueError: a line for each option that is unknown or of another type.

@@ -63,6 +63,7 @@ def main(args: Arguments) -> None:
         distributed.install_kernels(model.net.encodings, hardware)
         model.data.prepare()
         check_identity(path, model.data.identity())
+        # None: what `cfg.eval` asks for.
         asked = None if args.measures is None else [measure_of(args, measure) for measure in args.measures]
         # If other encodings are asked for, results of the trained encoding are not measured again.
         known = []

@@ -36,7 +36,10 @@ def main(args: Arguments) -> None:
     data = build_data(data_options(path, "prepared"))
     of_text: dict[str, Any] = {}
     if isinstance(data, TextData):
-        of_text = {"bos_token_id": data.text_start, "eos_token_id": data.encoder.eot}
-        of_text["tokenizer"] = partial(tokenizers.write, data.encoder)
-    name = hf.export(path, args.out, scale=args.scale, **of_text)
-    print(f"wrote {args.out}: {name}; its README.md says how to open it")
+        of_text = {
+            "bos_token_id": data.text_start,
+            "eos_token_id": data.encoder.eot,
+            "tokenizer": partial(tokenizers.write, data.encoder),
+        }
+    model_class = hf.export(path, args.out, scale=args.scale, **of_text)
+    print(f"wrote {args.out}: {model_class}; its README.md says how to open it")

@@ -27,8 +27,7 @@ from conf.schema import ConfigError, Section
 from ropewalk.app.cli import program
 from ropewalk.evaluation import archive
 from ropewalk.files import printable, write_bytes, write_text
-from ropewalk.report import frame, page
-from ropewalk.report.table import results
+from ropewalk.report import frame, page, table
 
 Format = Literal["html", "md", "csv", "svg", "png", "pdf", "jsonl.gz"]
 ENDS = "|".join(map(re.escape, get_args(Format)))
@@ -53,6 +52,7 @@ def main(args: Arguments) -> None:
         asked = f" with a name as in only={args.only} exclude={args.exclude}" if args.only or args.exclude else ""
         raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
 
+    # The format that the file's name asks for; a page by default.
     kind = args.format or BY_SUFFIX[Path(args.out or page.PAGE).suffix]
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
@@ -73,7 +73,7 @@ def main(args: Arguments) -> None:
     else:
         from ropewalk.report import plot  # which takes long to import
 
-        axes = plot.gain(results(runs, args.reference), plot.new())
+        axes = plot.gain(table.results(runs, args.reference), plot.new())
         write_bytes(out, plot.written(axes, kind))
 
     complete = sum(runs.runs.get("done", []))

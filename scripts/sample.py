@@ -53,13 +53,13 @@ def main(args: Arguments) -> None:
     hardware = Hardware.resolve(accelerator=args.device, precision="32-true")
     model = ropewalk.load(path, pe=pe, device=hardware.device)
     tokens = len(model.encode(prompt)) + args.max_new_tokens
-    # The scale that `stream` reads at too; here for the messages.
-    scale = max(encoding.active_scale for encoding in for_length(model.net.encodings, tokens, model.net.train_len))
-    known = model.net.train_len * scale
-    if tokens > known:
-        print(f"warning: {tokens} tokens, and the model has learned to read {known:g}", file=sys.stderr)
+    encodings = for_length(model.net.encodings, tokens, model.net.train_len)  # those that `stream` reads with too
+    scale = max(encoding.active_scale for encoding in encodings)  # 1 in layers that are not scaled
+    readable = model.net.train_len * scale
+    if tokens > readable:
+        print(f"warning: {tokens} tokens, and the model has learned to read {readable:g}", file=sys.stderr)
     options = args.model_dump(include={"max_new_tokens", "temperature", "top_k", "seed"})
     for piece in itertools.chain([prompt], model.stream(prompt, **options)):
-        # A terminal would obey control characters.
+        # First the prompt, then what follows it. A terminal would obey control characters.
         print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
     print(f"\n({args.max_new_tokens} tokens, scale {scale:g})", file=sys.stderr)

@@ -67,9 +67,11 @@ def test_a_mistake_in_one_job_ends_the_sweep_before_any_work(train, line, messag
     assert not train.runs.exists()
 
 
-def test_what_varies_tells_runs_apart(train):
+def test_what_varies_tells_runs_apart(train, tmp_path):
     """What a name says already, as the encoding, the data and the seed in the default one, is not repeated."""
-    options = ["pe=rope", "data.tokenizer=bytes,train:300", "seed=0,1", *SHORT]
+    (tmp_path / "pe").mkdir()
+    (tmp_path / "pe" / "mine.yaml").write_text("defaults: [rope]\n")  # a folder of the user's is read in sweeps, too
+    options = [f"hydra.searchpath=[file://{tmp_path}]", "pe=mine", "data.tokenizer=bytes,train:300", "seed=0,1", *SHORT]
     planned = [run.path.name for run in plan(train.complete(*options))]
     name = "rope-text-data.tokenizer="
 

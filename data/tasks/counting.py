@@ -104,7 +104,7 @@ class Counting(Task):
         before_set = np.maximum.accumulate(np.where(sets, total, 0), axis=2)
         values = total - before_set
         possible = ~(adds & (values > self.cap)).any(axis=0)
-        chosen = np.concatenate((sets, adds))  # [2 V, B, C], in the order of `vocab`
+        chosen = np.concatenate((sets, adds))  # [2 V, B, C] in the order of `vocab`: True at one place, or none: a pass
         tokens = np.where(chosen.any(axis=0), FIRST_SET + chosen.argmax(axis=0), PASS)
         return Candidates(tokens, known, np.minimum(values, self.cap), possible)
 
@@ -123,7 +123,7 @@ class Counting(Task):
         end = used.sum(axis=1) - 1  # the last candidate of each program
         asked = _one_of(candidates.known[:, rows, end], asked_draw[:, 0]).argmax(axis=0)
         question = n[:, 0]
-        first_question = FIRST_SET + 2 * self.variables
+        first_question = FIRST_SET + 2 * self.variables  # after the sets and the increments
         first_value = first_question + self.variables
         tokens[rows, question] = first_question + asked
         tokens[rows, question + 1] = first_value + candidates.values[asked, rows, end]

@@ -77,9 +77,9 @@ class Markov(Generated):
             counts[anew[:, place]] = 0
             context = self._context(tokens, place)
             weights = counts[rows, context] + self.alpha  # [n, V]
-            cumulative = np.cumsum(weights, axis=1)
+            cumulative = np.cumsum(weights, axis=1)  # the last column is the total
             drawn = draws[:, place] * cumulative[:, -1]
-            symbol = (cumulative <= drawn[:, None]).sum(axis=1)
+            symbol = (cumulative <= drawn[:, None]).sum(axis=1)  # how many symbols it has passed
             # The product may have been rounded up to the total, which lies beyond the last symbol.
             symbol = np.minimum(symbol, self.symbols - 1)
             counts[rows, context, symbol] += 1
@@ -143,9 +143,10 @@ class Markov(Generated):
         n, length = pairs.shape
         losses = np.empty((n, length))
         log_stay = math.log1p(-self.switch) if self.switch < 1 else -math.inf
-        # Column s: log-probability that the chain was drawn last just before symbol s, given all symbols so far. In
-        # columns that the loop has not reached: that of a draw there, which is certain at the first. They stay
-        # logarithms, for the weight of a place may fall below the smallest float64 and rise again.
+        # Column s: log-probability that the chain was drawn last just before symbol s, given all symbols so far. Each
+        # turn of the loop takes in one more column, which holds until then the log-probability of a draw there: of
+        # `switch`, but of 1 at the first symbol, where every chain begins. They stay logarithms, for the weight of a
+        # place may fall below the smallest float64 and rise again.
         log_weights = np.full((n, length), math.log(self.switch))
         log_weights[:, 0] = 0
         n_context = np.zeros((n, length))

@@ -40,7 +40,7 @@ class Recall(Task):
         # The keys of a text are different, and it draws one random number for each possible key.
         if not self.pairs <= possible <= MOST:
             keys = f"data.key_len={self.key_len} of data.keys={self.keys} make {possible:,} keys"
-            raise ValueError(f"data.pairs={self.pairs}: {keys}, which must be as many, and at most {MOST:,}")
+            raise ValueError(f"data.pairs={self.pairs}: {keys}, which must be at least as many, and at most {MOST:,}")
 
     @property
     def vocab(self) -> list[str]:
@@ -77,6 +77,7 @@ class Recall(Task):
         rows = len(pairs)
         tokens = np.zeros((rows, length + 1), dtype=np.int64)
         tokens[:, : size * n] = pairs.reshape(rows, -1)
+        # numpy wants as many axes in all three: a row of columns and a row of tokens for each text.
         np.put_along_axis(tokens, column.reshape(rows, -1), answered.reshape(rows, -1), axis=1)
 
         # Only the values of queries are to be predicted. The ids of values are the last ones.
@@ -90,6 +91,7 @@ class Recall(Task):
         place_value = self.keys ** np.arange(self.key_len)
         key = number // place_value % self.keys  # its digits, [B, n, key_len]
         value = (value_draw * self.values).astype(np.int64).reshape(-1, n, self.value_len)
+        # Token ids in the order of `vocab`: the filler, the keys, the values.
         return np.concatenate((1 + key, 1 + self.keys + value), axis=2)
 
     def _queries(self, place_draw: np.ndarray, n: int, difficulty: str) -> np.ndarray:

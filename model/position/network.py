@@ -20,7 +20,7 @@ def view(pe: PositionEncoding, **changes: Any) -> PositionEncoding:
     """The encoding `pe`, its very parameters and submodules included, with other values of some attributes."""
     other = copy.copy(pe)  # shallow: the dictionaries of parameters and submodules are those of `pe`
     for name, value in changes.items():
-        setattr(other, name, value)  # an error where it is a property: vars() would be set in vain
+        setattr(other, name, value)  # where it is a property this is an error; an entry in vars() would be ignored
     return other
 
 
@@ -33,7 +33,8 @@ def with_parameters_of(encodings: Encodings, owners: Encodings) -> Encodings:
     for pe, owner in zip(encodings, owners, strict=True):
         for name, parameter in owner.named_parameters():
             assert pe.get_parameter(name).shape == parameter.shape
-            path, _, leaf = name.rpartition(".")  # of a submodule, "" for the encoding itself
+            # The name of a submodule's parameter has dots, which setattr does not follow.
+            path, _, leaf = name.rpartition(".")  # path: of the submodule, "" for the encoding itself
             setattr(pe.get_submodule(path), leaf, parameter)
     return encodings
 
@@ -46,7 +47,7 @@ def family_of(encodings: Encodings) -> str:
 
 
 def max_len_of(encodings: Encodings) -> int | None:
-    """Longest text, in tokens, that all layers are defined for; None: no limit."""
+    """Longest text, in tokens, that all layers are defined for at their active scales; None: no limit."""
     limits = [pe.max_len for pe in encodings if pe.max_len is not None]
     return min(limits, default=None)
 

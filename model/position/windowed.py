@@ -71,11 +71,12 @@ class TrainingFree(Scaled, Rotary):
         # queries of every zone, then its keys of every zone, the values and the context.
         def block(*arguments: Any) -> Tensor:
             *rotated, v, ctx = arguments
-            q_zones = rotated[: len(tables)]
-            k_zones = rotated[len(tables) :]
+            q_zones = rotated[: len(tables)]  # [B, H, Tq, D] each
+            k_zones = rotated[len(tables) :]  # [B, Hkv, Tk, D] each
             zone = self.zone(ctx.pos_q[:, None] - first, ctx.pos_k - first, length)  # [Tq, Tk]
 
-            def scores_in(n: int) -> Tensor:  # [B, H, Tq, Tk]
+            def scores_in(n: int) -> Tensor:
+                """The scores of all pairs by the positions of zone n, [B, H, Tq, Tk]."""
                 return products(q_zones[n], for_heads_of(q_zones[n], k_zones[n]), ctx.scale)
 
             # The scores of zone 0, until those of another zone replace them.
@@ -83,7 +84,7 @@ class TrainingFree(Scaled, Rotary):
             for n in range(1, len(tables)):
                 scores = torch.where(zone == n, scores_in(n), scores)
 
-            # Pairs with a zone below 0 are not seen.
+            # Added is 0, or -inf where the key is not seen: by `ctx.mask`, or since the zone is below 0.
             scores = scores + torch.where(zone >= 0, ctx.mask(), -torch.inf)
             return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q_zones[0], v)
 

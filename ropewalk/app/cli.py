@@ -166,9 +166,9 @@ def recipe(config: DictConfig) -> str:
     """
     choices = config.hydra.runtime.choices
     source = config.get("init_from")
-    starts_from_run = source and not str(source).startswith("hf:")
-    # Programs that take no experiment lack the key.
-    if choices.get("experiment", "none taken") or starts_from_run:
+    starts_from_run = source is not None and not str(source).startswith("hf:")
+    # Programs that take no experiment lack the key. In others one may be chosen already.
+    if "experiment" not in choices or choices["experiment"] or starts_from_run:
         return ""
     experiment = choices.get("data") if source is None else "extend"
     file = CONF_DIR / "experiment" / f"{experiment}.yaml"
@@ -176,7 +176,7 @@ def recipe(config: DictConfig) -> str:
 
 
 def _search_path() -> list[str]:
-    """The override by which a user's own folders of options count like conf/."""
+    """The overrides hydra.searchpath=..., by which a user's own folders count like conf/; none in Python use."""
     if not HydraConfig.initialized():
         return []
     return [override for override in HydraConfig.get().overrides.hydra if override.startswith("hydra.searchpath")]
@@ -205,15 +205,18 @@ def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, 
                 entry[group] = _BASE
     store(_BASE, literal(dict(under)), group=_BASE, package="_global_")
     # After the program's own defaults, but before an experiment, which is the last of them.
-    has_experiment = {"experiment": None} in defaults
-    defaults.insert(len(defaults) - has_experiment, {_BASE: _BASE})
+    place = len(defaults) - 1 if {"experiment": None} in defaults else len(defaults)
+    defaults.insert(place, {_BASE: _BASE})
     store(f"over_{_BASE}", program)
     with composed(f"over_{_BASE}", *section.overrides.task) as config:
         return plain(config)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """Plain, resolved values of a program's own keys, without those that are required and not given."""
+    """Plain, resolved values of a program's own keys, without those that are required and not given.
+
+    Raises MissingMandatoryValue: one within a section is not given.
+    """
     own: Any = [key for key in config if key not in ("experiment", "hydra") and not OmegaConf.is_missing(config, key)]
     values: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, own), resolve=True, throw_on_missing=True)
     return values
@@ -263,9 +266,10 @@ def literal(value: Any) -> Any:
 
 def quoted(text: str) -> str:
     """Return `text` as a value of Hydra's command line, which stands for itself whatever characters it has."""
-    # Backslashes need to be doubled before a quote only, also before the last one.
-    escaped = re.sub(r"(\\+)(?='|\Z)", r"\1\1", literal(text)).replace("'", r"\'")
-    return f"'{escaped}'"
+    # Hydra reads \' as a quote. So backslashes before a quote, also before the last one, are doubled, and no others.
+    # `literal` keeps ${...} from being computed.
+    doubled = re.sub(r"(\\+)(?='|\Z)", r"\1\1", literal(text))
+    return "'" + doubled.replace("'", r"\'") + "'"
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What a user is told about a mistake on the command line, and by --help. Only files are read here, no library of ours.
+"""What a user is told about a mistake on the command line, and by --help, without importing the network or the data.
 
 The words about a key stand beside its value, in the YAML file: options of encodings, data and loggers have no other
 place, a user's own files count like ours, and whoever reads or copies a file has both.
@@ -23,7 +23,10 @@ CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 
 
 def help_text(about: str, config: DictConfig) -> str:
-    """The text of --help: what the program does, its groups, and each key with its value and the comment beside it."""
+    """The text of --help: what the program does, its groups, and each key with its value and the comment beside it.
+
+    Hydra drops the comments of YAML files, so they are read here.
+    """
     section = config.hydra
     folders = [Path(source.path) for source in section.runtime.config_sources if source.schema == "file"]
     of_program = described(folders, "", section.job.config_name)
@@ -40,11 +43,11 @@ def help_text(about: str, config: DictConfig) -> str:
         if not (key.startswith(("hydra.", "experiment")) or key.endswith("_target_")):
             text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
             setting = f"  {key}={text}"
-            group, *words = key.split(".")
-            known = comments.get(group, of_program)
-            # The comment of an option may be that of what holds it: its last word is looked up first.
-            comment = next((known[word] for word in reversed([group, *words]) if word in known), "")
-            lines.append(f"{setting:40} {comment}".rstrip())
+            words = key.split(".")
+            known = comments.get(words[0], of_program)
+            # The last one counts: a key without a comment of its own has that of the section that holds it.
+            found = ["", *(known[word] for word in words if word in known)]
+            lines.append(f"{setting:40} {found[-1]}".rstrip())
     return "\n".join(lines)
 
 
@@ -95,5 +98,6 @@ def _unknown_key(key: str, siblings: Iterable[str]) -> str:
     word = key.rpartition(".")[2]
     files = [(path.parent.name, path.stem) for path in sorted(CONF_DIR.glob("*/*.yaml"))]
     having = [f"{group}={name}" for group, name in files if word in described([CONF_DIR], group, name)]
+    # A pattern shows only those options of its parts that it sets; ++ adds another.
     remedy = f"; a pattern takes ++{key}=..." if key.startswith("pe.") else ""
     return f"{message}. These have it: {', '.join(having)}{remedy}" if having else message

@@ -58,7 +58,7 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
         "pe": shared_options(base, encoding(chosen)),
         "data": _tokenizer_of(source, values["data"]),
     }
-    if not values["trainer"]["max_steps"]:  # nothing is trained at another length
+    if not values["trainer"]["max_steps"]:  # without training the weights stay those of their own length
         beneath["train_len"] = base["train_len"]
     values = recompose(beneath, groups)
     values["pe"] = encoding(values["pe"])
@@ -73,7 +73,7 @@ def _tokenizer_of(source: str, data: Options) -> dict[str, Any]:
         theirs: Options = {"tokenizer": source}
     else:
         theirs = data_options(find(source), cache_dir="")  # of which only the tokenizer is used
-    return {"tokenizer": theirs["tokenizer"]} if "tokenizer" in data and "tokenizer" in theirs else {}
+    return {key: value for key, value in theirs.items() if key == "tokenizer" and key in data}
 
 
 def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
@@ -168,7 +168,7 @@ def _run_of(cfg: Config, base: Options, fill: Callable[[GPT], Any], made_of: str
 
     Args:
         base: the model that the weights began with, if any.
-        made_of: what they are, to tell them from later ones under the same name.
+        made_of: tells them from later ones under the same name: the hash of a model's files, or the run_id of a run.
         length: their `original_len`.
     """
     run = RunDir(cfg)
@@ -182,8 +182,8 @@ def _run_of(cfg: Config, base: Options, fill: Callable[[GPT], Any], made_of: str
         with run.lock():
             run.create(identity | {"made_of": made_of}, data.tokenizer_files())
             serialization.save(net, run.path, pe=cfg.pe, tokenizer=identity, original_len=length)
-    # A run that an older version made has no "made_of": nothing tells its weights from others.
-    elif read_json(run.path / "data.json").get("made_of", made_of) != made_of:
+    # None: an older version has made the run, and nothing tells its weights from others.
+    elif read_json(run.path / "data.json").get("made_of") not in (None, made_of):
         raise ConfigError(f"{run.path} holds earlier weights of {cfg.init_from}: rename or delete it, and try again")
     print(f"{cfg.init_from} is the run {run.path}")
     return run.path
@@ -220,8 +220,10 @@ def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
     not fit, or with `partial` none does; names them.
     """
     source = base["source"]
-    is_foreign = source.startswith("hf:")
-    weights = hf.read_model(source).state_dict() if is_foreign else serialization.read_weights(source, base)
+    if source.startswith("hf:"):
+        weights = hf.read_model(source).state_dict()
+    else:
+        weights = serialization.read_weights(source, base)
     wrong = serialization.mismatched_tensors(net, weights)
     if wrong and not partial:
         reason = f"{', '.join(wrong[:5])} differ in name or shape; init_partial=true takes those that fit"

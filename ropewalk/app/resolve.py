@@ -4,7 +4,7 @@ The result is frozen: training, evaluation and config.yaml see only that. Here i
 weights.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ _NOT_SHARED = ("name", "_target_", "scale", "train_scale", "attention_factor")  
 def resolve(values: Mapping[str, Any]) -> Config:
     """Check the values of a run to train, and return its configuration with all options of eval.variants.
 
+    The training length of the model that it starts from, if shorter, is one of its eval.lengths.
+
     Raises ConfigError: a line for each mistake.
     """
     cfg = check(values)
@@ -42,7 +44,8 @@ def resolve(values: Mapping[str, Any]) -> Config:
     trained["original_len"] = original_len(cfg, base)
     wanted = cfg.eval.variants
     if wanted is None:
-        # Of exactly this class: what can read RoPE's weights may be wrong for those of a variant.
+        # Unless the user names encodings, YaRN reads the weights of RoPE. Of exactly this class: what can read RoPE's
+        # weights may be wrong for those of a variant.
         is_rope = cfg.pe.get("_target_") == "model.position.rotary.Rotary"
         wanted = ["yarn"] if is_rope else []
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
@@ -66,16 +69,15 @@ def load_config(run: Path) -> Config:
         return check(values)
 
 
-def with_variants(cfg: Config, encodings: Iterable[dict[str, Any]]) -> Config:
+def with_variants(cfg: Config, encodings: Sequence[dict[str, Any]]) -> Config:
     """Return `cfg` with these encodings, each once, as its eval.variants."""
-    # By their text, as a dict is no key: `encoding` puts the options of an encoding in one order.
-    distinct = {str(pe): pe for pe in encodings}
-    evaluation = cfg.eval.model_copy(update={"variants": [*distinct.values()]})
+    distinct = [pe for i, pe in enumerate(encodings) if pe not in encodings[:i]]
+    evaluation = cfg.eval.model_copy(update={"variants": distinct})
     return cfg.model_copy(update={"eval": evaluation})
 
 
 def for_this_machine(cfg: Config) -> tuple[Config, Hardware]:
-    """Return `cfg` with this machine's precision, kernels and number of devices where it says "auto".
+    """Return `cfg` with this machine's precision, kernels and number of devices where it says "auto"; and the hardware.
 
     They are recorded, so that no run continues with another rounding. Raises ValueError: the machine lacks them.
     """
@@ -88,13 +90,13 @@ def for_this_machine(cfg: Config) -> tuple[Config, Hardware]:
         compile=t.compile,
         kernels=kernels,
     )
-    devices = resolve_devices(t.devices, device=hardware.device)
     resolved = {
         "precision": hardware.precision,
         "kernels": hardware.kernels,
-        "devices": devices,
+        "devices": resolve_devices(t.devices, device=hardware.device),
     }
-    return cfg.model_copy(update={"trainer": t.model_copy(update=resolved)}), hardware
+    trainer = t.model_copy(update=resolved)
+    return cfg.model_copy(update={"trainer": trainer}), hardware
 
 
 def check(values: Mapping[str, Any]) -> Config:
@@ -158,20 +160,21 @@ def _parameters(net: GPT) -> Any:
     return encodings, shapes
 
 
-Rules = list[tuple[bool, str]]  # (whether keys contradict each other, or the encodings; what to say then)
+Rules = list[tuple[bool, str]]  # (whether a rule is broken, the message if it is)
 
 
 def _rules_of_evaluation(cfg: Config, net: GPT) -> Rules:
+    """Some text of the evaluation can be scored, and read by `net`; and the steps of eval.at exist."""
     shortest = min(cfg.lengths)
     # The longest text that the network reads, it reads at its largest scale.
     largest_scale = max(scales_of(net.encodings))
     scaled = at_scale(net.encodings, largest_scale, cfg.train_len)
-    max_len = max_len_of(scaled) or shortest  # without a limit the shortest is short enough
+    max_len = max_len_of(scaled)  # None: no limit
     late = [step for step in cfg.eval.at if step > cfg.trainer.max_steps]
     return [
         (shortest < cfg.target_tokens,
          f"eval.lengths: the shortest has {shortest} tokens, fewer than the {cfg.target_tokens} scored: raise it"),
-        (max_len < shortest,
+        (max_len is not None and max_len < shortest,
          f"eval.lengths: pe={cfg.pe['name']} has no position beyond {max_len} tokens, and the shortest length is "
          f"{shortest}: lower it, or raise pe.scale"),
         (bool(late), f"eval.at={late} is beyond trainer.max_steps={cfg.trainer.max_steps}: lower it"),
@@ -179,24 +182,25 @@ def _rules_of_evaluation(cfg: Config, net: GPT) -> Rules:
 
 
 def _rules_of_training(cfg: Config, net: GPT) -> Rules:
+    """Stages leave steps after them, the start has what it needs, positions and windows fit, kernels and ranks too."""
     t = cfg.trainer
-    moved = t.positions != "consecutive"
+    positions_drawn = t.positions != "consecutive"
     in_stages = sum(stage.steps for stage in cfg.stages)
     unlike_a_run = cfg.init_partial or cfg.init_from is None or cfg.init_from.startswith("hf:")
-    window = max(pe.window or 0 for pe in net.encodings)
+    longest_window = max(pe.window or 0 for pe in net.encodings)
     return [
         (bool(cfg.stages) and in_stages >= t.max_steps,
          f"stages: they take {in_stages} steps, and trainer.max_steps={t.max_steps} leaves none after them"),
         (cfg.init_optimizer and unlike_a_run,
          "init_optimizer=true needs all weights of a run: init_from=RUN, without init_partial"),
-        (moved and (t.max_position or 0) < cfg.train_len,
+        (positions_drawn and (t.max_position or 0) < cfg.train_len,
          f"trainer.max_position={t.max_position}: trainer.positions={t.positions} needs the length of a text, at least "
          f"train_len={cfg.train_len}"),
-        (moved and cfg.data.get("documents") == "mask",
+        (positions_drawn and cfg.data.get("documents") == "mask",
          "data.documents=mask: positions restart in each document; leave out trainer.positions"),
         (t.deterministic and t.kernels is True,
          "trainer.deterministic=true: kernels add in any order, so it needs trainer.kernels=false"),
-        (t.short_window is not None and window <= t.short_window,
+        (t.short_window is not None and longest_window <= t.short_window,
          f"trainer.short_window={t.short_window}: pe={cfg.pe['name']} has no window longer than that; leave it out, or "
          "set pe.window above it"),
         (t.replicas > 1 and t.strategy != "fsdp",
@@ -205,6 +209,7 @@ def _rules_of_training(cfg: Config, net: GPT) -> Rules:
 
 
 def _rules_of_shared_texts(cfg: Config) -> Rules:
+    """With trainer.context_parallel nothing is asked for that several ranks cannot share."""
     t = cfg.trainer
     shares = t.context_parallel > 1
     asked = f"trainer.context_parallel={t.context_parallel}"
@@ -251,9 +256,9 @@ def base_model(source: str | None) -> dict[str, Any]:
 
 def original_len(cfg: Config, base: Options) -> int:
     """The longest text that the weights of a run, or those it began with, were trained to read without a scaling."""
-    # A run of no steps only gives a trained model other texts.
-    trained = cfg.train_len if cfg.trainer.max_steps or not base else 0
-    return max(trained, base.get("original_len", 0))
+    # A run of 0 steps gives a trained model other texts: nothing was trained at the run's own length.
+    own_len = 0 if base and not cfg.trainer.max_steps else cfg.train_len
+    return max(own_len, base.get("original_len", 0))
 
 
 def shared_options(base: Options, chosen: Options) -> dict[str, Any]:
@@ -286,8 +291,8 @@ def variants(trained: Options, wanted: Iterable[str | Options], longest: float |
         given = {"pe": spec} if isinstance(spec, str) else spec
         pe = encoding(given)
         if "pe" in given:  # else it has all options already
-            own = {key: value for key, value in given.items() if key in pe}
-            pe |= shared_options(trained, pe) | own
+            asked = {key: value for key, value in given.items() if key in pe}
+            pe |= shared_options(trained, pe) | asked
             if longest and "scale" not in given and pe.get("scale", 1) > 1:  # dynamic_ntk's is 1 for any length
                 pe["scale"] = max(1.0, longest * trained["train_len"] / pe["original_len"])
         resolved.append(readable(trained, pe, remedy="fine-tune with train.py init_from=... instead"))
@@ -310,12 +315,12 @@ def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = Fal
     # Options decide the shapes of parameters, and whether layers share them.
     shapes = {name: p.shape for name, p in net.named_parameters()}
     old_shapes = {name: p.shape for name, p in old_net.named_parameters()}
-    pairs = zip(old_net.encodings, net.encodings, strict=True)
-    only_drops = dropping and all(new.family in (old.family, NO_ENCODING) for old, new in pairs)
-    # Nothing that was trained may be lost, also not by dropping.
-    if shapes != old_shapes or not (family == old_family or only_drops):
+    layers = zip(old_net.encodings, net.encodings, strict=True)
+    # Each layer keeps its encoding or drops it. One with parameters cannot be dropped: the shapes would differ.
+    only_drops = dropping and all(new.family in (old.family, NO_ENCODING) for old, new in layers)
+    if shapes != old_shapes or (family != old_family and not only_drops):
         theirs = f"{trained['pe']['name']} ({old_family})"
-        if family == old_family:
+        if family == old_family or only_drops:
             theirs += ", whose parameters have other shapes"
         raise ConfigError(f"pe={pe['name']} ({family}) cannot read weights trained with {theirs}; {remedy}")
     return options

@@ -83,10 +83,11 @@ class RunDir:
         if not self.begun:
             raise ConfigError(f"{self.path} exists and is not a run: choose another name=...")
         refuse_links(self.path)
+        # A line for each key that keeps the run on the disk from being resumed.
         old = flatten(read_config(self.path))
         new = flatten(self.cfg.model_dump())
-        # A run may end later, or earlier, but not before what it has trained. Without a checkpoint it may end anywhere
-        # but at 0, which would leave its training out.
+        # A run may end later, or earlier, but not before what it has trained. Without a checkpoint any number but 0
+        # passes here; `rows.check_rows` refuses a run that was trained.
         if new["trainer.max_steps"] >= max(steps_in(self.checkpoints), default=1):
             new["trainer.max_steps"] = old["trainer.max_steps"]
         differences = []
@@ -97,8 +98,8 @@ class RunDir:
                 recorded = f"{old.get(key)!r} in {self.path / 'config.yaml'}"
                 differences.append(f"  {key}: {recorded}, {new.get(key)!r} on this command line")
         if differences:
-            remedy = "choose another name=..., or delete that run"
-            raise ConfigError("\n".join([f"{self.path} holds a run with another configuration:", *differences, remedy]))
+            title = f"{self.path} holds a run with another configuration:"
+            raise ConfigError("\n".join([title, *differences, "choose another name=..., or delete that run"]))
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -167,11 +168,11 @@ class RunDir:
     def _extend(self) -> None:
         """Record another number of steps; with more of them the run is unfinished again."""
         config = read_config(self.path)
-        section, steps = config["trainer"], self.cfg.trainer.max_steps
-        if steps != section["max_steps"]:
-            before = section["max_steps"]
-            print(f"{self.path}: {steps} steps instead of {before}; the learning rate now follows {steps}")
-            section["max_steps"] = steps
+        steps = self.cfg.trainer.max_steps
+        old_steps = config["trainer"]["max_steps"]
+        if steps != old_steps:
+            print(f"{self.path}: {steps} steps instead of {old_steps}; the learning rate now follows {steps}")
+            config["trainer"]["max_steps"] = steps
             write_text(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         if not self.complete:
             # Without this record the run is unfinished. The model of the shorter training stays until the new one
@@ -197,7 +198,7 @@ class RunDir:
 
 @contextlib.contextmanager
 def lock(run: Path) -> Iterator[None]:
-    """Hold the lock of a run. Everything that writes into a run takes it, once in a process.
+    """Hold the lock of a run. Everything that writes into a run takes it, once in a process: twice would be an error.
 
     Raises:
         ConfigError: another process has it.
@@ -246,7 +247,10 @@ def check_place(run: Path, run_id: str) -> None:
 
 @contextlib.contextmanager
 def naming_damage(path: Path, remedy: str) -> Iterator[None]:
-    """Make errors about the content of a file say that it is damaged, in a ConfigError with the `remedy`."""
+    """Make errors about the content of a file say that it is damaged, in a ConfigError with the `remedy`.
+
+    An OSError stays what it is: a file that this user may not read may be whole.
+    """
     try:
         yield
     except ValueError as error:
@@ -254,7 +258,12 @@ def naming_damage(path: Path, remedy: str) -> Iterator[None]:
 
 
 def read_file(path: Path, schema: type[S], remedy: str) -> S:
-    """Read a JSON file as an instance of `schema`. Raises ConfigError if it is missing, a link or damaged."""
+    """Read a JSON file as an instance of `schema`.
+
+    Raises:
+        ConfigError: it is missing, a link or damaged, with the `remedy`.
+        OSError: this user may not read it.
+    """
     with naming_damage(path, remedy):
         return parse(schema, read_json(path))
 
@@ -265,7 +274,9 @@ def read_environment(run: Path) -> Environment:
 
 
 def read_training(run: Path) -> dict[str, Any]:
-    """Read training.json of a complete run: see `train_on` and `ropewalk.training.rows.record`.
+    """Read training.json of a complete run: what `train.train_on` and `ropewalk.training.rows.record` put there.
+
+    Among it "steps", "tokens", "seconds", "tokens_per_s", and "validation", see `ropewalk.evaluation.loop.validate`.
 
     Raises ConfigError: it is damaged.
     """
@@ -284,7 +295,7 @@ def read_config(run: Path) -> dict[str, Any]:
 def check_identity(run: Path, identity: dict[str, Any]) -> None:
     """Raise ConfigError if the data of the run had another value for any key of `identity`."""
     recorded = read_json(run / "data.json")
-    different = [key for key in differing(recorded, identity) if key in identity]
+    different = sorted(key for key, value in identity.items() if recorded.get(key) != value)
     if different:
         remedy = "restore it (data.tokenizer and all other keys of data as in its config.yaml), or train again"
         raise ConfigError(f"the data of {run} is not what it was trained on ({', '.join(different)}): {remedy}")

@@ -41,7 +41,8 @@ Job = tuple[Sequence[str], Sequence[str]]  # all overrides of a job, and those o
 def configure(config: DictConfig) -> Config:
     """Return the configuration of a run, checked, with nothing left open but what a machine decides.
 
-    Prints a warning if the learning rate never leaves its warm-up. Raises ValueError: a line for each mistake.
+    On rank zero prints which experiment is beneath the user's options, and a warning if the learning rate never leaves
+    its warm-up. Raises ValueError: a line for each mistake.
     """
     cfg = resolve(merged(plain(config)))
     experiment = config.hydra.runtime.choices["experiment"]
@@ -133,11 +134,11 @@ def plan(overrides: Sequence[str]) -> list[RunDir]:
 
 
 def _swept_by_files(name: str, given: Sequence[Override]) -> Mapping[str, str]:
-    """What a file that is composed sweeps, such as an experiment: {key: its values}."""
+    """What the files that are chosen sweep, such as an experiment: {key: its values}."""
     # Composed without what is swept on the command line, and so without keys like pe.scale, which may belong to an
-    # encoding that is swept. Such keys choose no file.
+    # encoding that is swept. Such keys choose no file. Those of Hydra name the user's folders.
     unswept = [override for override in given if not override.is_sweep_override()]
-    of_groups = [override for override in unswept if "." not in override.get_key_element()]
+    of_groups = [o for o in unswept if "." not in o.get_key_element() or o.is_hydra_override()]
     with composed(name, *[str(override.input_line) for override in of_groups]) as config:
         return config.hydra.sweeper.get("params") or {}
 

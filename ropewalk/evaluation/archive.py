@@ -29,7 +29,10 @@ Length = Annotated[int, Field(ge=1)]
 
 
 def _schema(types: Mapping[Any, Sequence[str]]) -> type[BaseModel]:
-    """Return what tables group, sort and compute by: of another type a table would fail, far from its file."""
+    """Return a schema of the columns, {type: names}, that tables group, sort and compute by.
+
+    With a value of another type a table would fail, far from its file.
+    """
     fields: dict[str, Any] = {name: (kind, ...) for kind, names in types.items() for name in names}
     return create_model("Row", **fields)
 
@@ -58,9 +61,10 @@ def write(path: Path, runs: pd.DataFrame, results: pd.DataFrame) -> None:
 
     Raises ConfigError: the file would be larger than `read` reads.
     """
-    complete = runs[runs.done.astype(bool)].drop(columns=MADE, errors="ignore")  # MADE are of both tables
-    number = complete.groupby("name").cumcount() + 1  # runs of two folders may have the same name, and would be one
-    complete["name"] = complete.name.where(number == 1, number.astype(str) + "-" + complete.name)  # the first keeps it
+    complete = runs[runs.done.astype(bool)].drop(columns=MADE, errors="ignore")  # a table has only some of MADE
+    # Runs of two folders may have the same name, and would be one: the first keeps it, the second becomes "2-NAME".
+    number = complete.groupby("name").cumcount() + 1
+    complete["name"] = complete.name.where(number == 1, number.astype(str) + "-" + complete.name)
     of_path = complete.to_dict("index")
     rows = results[results.path.isin(complete.index) & (results.kind != "by_position")]
     lines = []
@@ -77,7 +81,9 @@ def write(path: Path, runs: pd.DataFrame, results: pd.DataFrame) -> None:
     text = "".join(lines).encode()
     if len(text) > LARGEST:
         remedy = "leave runs out, by only= or exclude="
-        raise ConfigError(f"{path} would have {len(text):,} bytes, and {LARGEST:,} are read, uncompressed: {remedy}")
+        raise ConfigError(
+            f"{path} would have {len(text):,} bytes uncompressed, and at most {LARGEST:,} are read: {remedy}"
+        )
     # Without the time, so that equal results are equal files.
     write_bytes(path, gzip.compress(text, mtime=0))
 
@@ -107,6 +113,7 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def _sample(values: list[float], units: list[float]) -> Sample:
+    """Return the sums of each text in a file as a sample of one seed. Raises ValueError: they are of no sample."""
     sample = Sample(np.array([values], dtype=float), np.array(units, dtype=float))
     if sample.units.shape != (len(values),) or not sample.units.sum() > 0:
         raise ValueError("a sample needs a value and a unit for each text, and units above 0")

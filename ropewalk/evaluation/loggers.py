@@ -27,8 +27,8 @@ WANDB_COLUMNS = [
 BY_LENGTH = "by_length"  # section of the charts against length
 
 
-def open_tensorboard(run: RunDir, config: dict[str, Any]) -> Any:
-    """Return a logger of Fabric. What an earlier process wrote goes, since all rows are shown again."""
+def open_tensorboard(run: RunDir, _: dict[str, Any]) -> Any:
+    """Return a logger of Fabric. What an earlier process wrote is deleted, since all rows are shown again."""
     from lightning.fabric.loggers import TensorBoardLogger
 
     shutil.rmtree(run.path / "tensorboard", ignore_errors=True)
@@ -81,6 +81,7 @@ class Wandb:
         import wandb
 
         self.run.summary.update(dict(metrics))
+        # Without the rows over all seeds, which say the same of a single run.
         of_run = table.loc[table.seed.notna(), WANDB_COLUMNS]
         self.run.log({"eval/results": wandb.Table(dataframe=of_run.astype(object))})
         for length, values in length_curves(table).items():
@@ -108,6 +109,7 @@ class Tracker:
     def __init__(self, run: RunDir, facts: Mapping[str, Any]) -> None:
         self.run = run
         self.config = run.cfg.model_dump() | dict(facts)
+        # The options of `logger` have a flag for each kind in OPEN.
         kinds = [kind for kind in OPEN if getattr(run.cfg.logger, kind)]
         for kind in kinds:
             if not find_spec(kind):
@@ -137,10 +139,8 @@ class Tracker:
 
     def log(self, row: Mapping[str, Any]) -> None:
         # Trackers group metrics by what stands before the slash. Any of them can be an axis, train/seconds too.
-        values = {}
-        for name, value in row.items():
-            if name != "step":
-                values[name if "/" in name else f"train/{name}"] = value
+        values = {f"train/{name}": value for name, value in row.items() if "/" not in name and name != "step"}
+        values |= {name: value for name, value in row.items() if "/" in name}
         self._each(lambda _, tracker: tracker.log_metrics(values, row["step"]))
 
     def publish(self) -> None:
@@ -155,7 +155,7 @@ class Tracker:
             tracker.publish(runs, table, metrics)
             return
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
-        tracker.log_hyperparams(self.config, numbers, int(table.step.max()))
+        tracker.log_hyperparams(self.config, numbers, step=int(table.step.max()))
         # TensorBoard has no axis but the step, which is here a length.
         for length, values in length_curves(table).items():
             tracker.log_metrics(values, length)

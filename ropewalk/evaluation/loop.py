@@ -33,19 +33,22 @@ def validate(
 ) -> dict[str, Any]:
     """Return means over every target of fixed windows of the training length. All ranks call it, and get the same.
 
-    They are the loss in nats per token; bits_per_byte, without the tokens that stand for no bytes, such as the end of a
-    text, None where bytes mean nothing; the error in percent of the tokens, None for text. Beside them stand tokens and
-    length of the windows.
+    Returns:
+        loss: nats per token.
+        bits_per_byte: without the tokens that stand for no bytes, such as the end of a text; None where bytes mean
+            nothing.
+        error: percent of the tokens; None for text.
+        tokens, length: of the windows.
     """
     part = data.validation(cfg.train_len, cfg.trainer.val_tokens)
     with evaluating(net):
         sums = Scorer(net, None, reader or Reader(), data.token_bytes, autocast)(part)
     tokens = int(sums.tokens.sum())
     size = int(sums.bytes.sum())
+    bits = float(sums.nats[:, 0].sum()) / math.log(2)  # group 0 holds the tokens that have bytes
     return {
         "loss": float(sums.nats.sum()) / tokens,
-        # Group 0 holds the tokens that have bytes.
-        "bits_per_byte": float(sums.nats[:, 0].sum()) / math.log(2) / size if size else None,
+        "bits_per_byte": bits / size if size else None,
         "error": 100 * int(sums.errors.sum()) / tokens if data.task else None,
         "tokens": tokens,
         "length": part.length,
@@ -57,8 +60,8 @@ def is_measured(run: Path, cfg: Config) -> bool:
     """Return whether a complete run has all results that `cfg.eval` asks for, of its encoding and every variant."""
     final = [e for e in load_all(run) if e.step == cfg.trainer.max_steps]
     is_text = not any(e.task for e in final)
-    # The settings of each kind of results that is asked for, under the conditions on which their plans are not None.
-    # The data, which decide there, are not read here.
+    # The settings of each kind of results that is asked for, on the conditions under which `plans` makes them, but
+    # without reading the data.
     asked = {"lengths": length_settings(cfg)}
     at_longest = {"length": max(cfg.lengths), "sequences": cfg.eval.sequences}
     if cfg.eval.by_position and is_text:
@@ -93,16 +96,19 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
     # `eval.lengths` counts as a flag too: a list that is never empty.
     wanted = [name for name in MEASURES if getattr(cfg.eval, name)] if asked is None else asked
     made = []
-    for one in wanted:
-        name = one if isinstance(one, str) else type(one).__name__
-        make = MEASURES.get(one) if isinstance(one, str) else one.plan
+    for named_or_own in wanted:
+        name = named_or_own if isinstance(named_or_own, str) else type(named_or_own).__name__
+        make = MEASURES.get(named_or_own) if isinstance(named_or_own, str) else named_or_own.plan
         if make is None:
             raise ConfigError(f"measures: there is no {name}{nearest(name, MEASURES)}")
         plan = make(data, cfg)
         if plan is not None:
             made.append(plan)
         elif asked is not None:  # cfg.eval holds for text and tasks alike: without a meaning it is no mistake there
-            raise ConfigError(f"measures: {name} has no meaning for these data or eval.lengths; leave it out")
+            raise ConfigError(
+                f"measures: {name} has no meaning for these data or lengths (by_position needs text, far_copies also "
+                f"an eval.lengths beyond 1); leave it out"
+            )
     return made
 
 
@@ -118,7 +124,8 @@ def readings(net: GPT, cfg: Config, hardware: Hardware) -> Readings:
         known = [(variant.pe, variant.scale) for variant, _ in result]
         # The run's own encoding may be among the variants: it would only be measured twice.
         if (pe, scale) not in known:
-            variant = _variant(pe, scale, encodings, zero_shot=bool(result))  # the first is as it was trained
+            # The first is the network as it was trained, every other one is zero-shot.
+            variant = _variant(pe, scale, encodings, zero_shot=len(result) > 0)
             result.append((variant, at_scale(encodings, scale, net.train_len)))
     return result
 
@@ -142,9 +149,9 @@ def _variant(pe: dict[str, Any], scale: float, encodings: Encodings, *, zero_sho
     return Variant(label=label, pe=pe, scale=scale, zero_shot=zero_shot)
 
 
-def _measured(plan: Plan, score: Scorer) -> tuple[list[Measured], list[int]]:
+def _measure_plan(plan: Plan, score: Scorer) -> tuple[list[Measured], list[int]]:
     """Return the results of a measure, and the lengths that are skipped because the encoding ends before them."""
-    max_len = max_len_of(score.encodings or score.net.encodings) or math.inf
+    max_len = max_len_of(score.encodings or score.net.encodings) or math.inf  # None: they read any length
     skipped = {job.length for job in plan.jobs if job.length > max_len}
     measured: list[Measured] = []
     for job in plan.jobs:
@@ -163,7 +170,7 @@ def rehearse(net: GPT, data: Data, cfg: Config, *, hardware: Hardware, reader: R
         for _, encodings in readings(net, cfg, hardware):
             score = Scorer(net, encodings, reader or Reader(), data.token_bytes, hardware.autocast, limit=1)
             for plan in measures:
-                _measured(plan, score)
+                _measure_plan(plan, score)
 
 
 def measure(
@@ -219,7 +226,7 @@ def measure(
                     continue
                 if is_first:
                     print(f"measuring {plan.kind.replace('_', ' ')} of {variant.label}", flush=True)
-                measured, skipped = _measured(plan, score)
+                measured, skipped = _measure_plan(plan, score)
                 result = result.model_copy(update={"measured": measured, "skipped": skipped})
                 results.append(result)
                 if is_first:

@@ -37,7 +37,7 @@ class Variant(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 # One number of one part of a measure at one length: what the part is, as in `Measured`; its label as "part"; "quantity"
 # ("loss", "error", "found", "gain" or "share") and "unit"; what the number is computed from, as "sample", and its
 # "value"; "optimum_sample" and "optimum" of the best possible predictor of the same texts, None and NaN where it is not
-# known; the number of "texts" and of "documents", and in "grouping" that of each text's document.
+# known; the number of "texts" and of "documents", and "grouping", the number of each text's document.
 Row = dict[str, Any]
 
 
@@ -73,7 +73,7 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
     @model_validator(mode="after")
     def _equally_long(self) -> Self:
-        if len({len(values) for values in self.__dict__.values() if isinstance(values, list)}) != 1:
+        if any(isinstance(values, list) and len(values) != len(self.nats) for values in self.__dict__.values()):
             raise ValueError("the lists must have one entry for each text")
         return self
 
@@ -201,14 +201,16 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
             # An answer is found if every token of it is the most probable one.
             found = 100.0 * np.equal(m.errors, 0)
             rows = [m.row("found", "answers found in percent", m.sample(found, once))]
-            unit, units = "bits per answer", once
+            unit, units = "bits per answer", once  # of the gain below: its name, and how many of it each text has
         else:
             # One unit for the whole file: a part may happen to have no token with bytes.
-            unit = "bits per byte" if any(any(part.bytes) for part in self.measured) else "bits per token"
+            in_bytes = any(any(part.bytes) for part in self.measured)
+            unit = "bits per byte" if in_bytes else "bits per token"
             units = np.array(m.bytes if any(m.bytes) else m.tokens)
             loss = m.sample(np.array(m.nats) / math.log(2), units)
             optimum = None if m.optimum_nats is None else m.sample(np.array(m.optimum_nats) / math.log(2), units)
             rows = [m.row("loss", unit, loss, optimum)]
+        # With a baseline there is also the gain over it.
         if m.baseline_nats is not None:
             gain = np.subtract(m.baseline_nats, m.nats) / math.log(2)
             rows.append(m.row("gain", unit, m.sample(gain, units)))
@@ -228,7 +230,7 @@ def _means_over_tasks(rows: Sequence[Row]) -> Iterator[Row]:
         of_tasks = [np.mean(depths, axis=0) for depths in tasks.values()]  # [1, T] each
         values = np.mean(of_tasks, axis=0)  # [1, T]
         mean = {"task": "mean", "part": "mean", "depth": math.nan, "length": length, "quantity": quantity, "unit": unit}
-        # All else is the same in every row: every task has as many texts, each is a document, and none has an optimum.
+        # Any row has the rest, the same in all: every task has as many texts, each is a document, none has an optimum.
         yield rows[0] | mean | {"sample": Sample(values, np.ones(values.size)), "value": values.sum() / values.size}
 
 

@@ -84,10 +84,11 @@ class Sums(NamedTuple):
             texts: what was scored; its documents are kept.
             part: the fields of `Measured` that name the part of the measure.
         """
-        of_groups = self._asdict() | {"baseline_nats": baseline, "optimum_nats": optimum}
+        arrays = self._asdict() | {"baseline_nats": baseline, "optimum_nats": optimum}
         lists: dict[str, Any] = {}
-        for name, values in of_groups.items():
-            lists[name] = None if values is None else values[:, group].round(5).tolist()
+        for name, values in arrays.items():
+            if values is not None:
+                lists[name] = values[:, group].round(5).tolist()
         if texts is not None and texts.documents is not None:
             lists["documents"] = list(texts.documents[: len(self.nats)])
         return Measured(length=length, **lists, **part)
@@ -102,7 +103,7 @@ class Scorer:
     encodings: Encodings | None = None
     # Says how texts are read; by default as one text in each row.
     reader: Reader = field(default_factory=Reader)
-    # Bytes of each token, [vocab_size]; None if they mean nothing.
+    # Bytes of each token, float64 [vocab_size]; None if they mean nothing.
     token_bytes: Tensor | None = None
     # Makes the network compute as in training.
     autocast: Autocast = nullcontext
@@ -119,17 +120,17 @@ class Scorer:
                 the same texts. None: tokens without bytes are in group 1, all others in group 0.
             n_groups: number of groups.
         """
-        n = min(part.n, self.limit or part.n)
+        n = part.n if self.limit is None else min(part.n, self.limit)
         device = self.net.embedding.weight.device.type
         batch_size = max(1, BATCH_TOKENS.get(device, 4096) // part.length)
 
         # Each rank reads its share of the batches; the sums of all ranks are gathered at the end.
         sums: dict[int, Tensor] = {}
         for start in distributed.shared_batches(n, batch_size, self.reader.ranks_per_text):
-            # None means that this rank has no batch left. It reads the first one again, and forgets it: ranks gather
+            # None means that this rank has no batch left. It reads the first one too, and forgets it: ranks gather
             # sharded weights together, so none may skip a forward pass.
             first = 0 if start is None else start
-            of_batch = self._batch(part, first, min(n, first + batch_size), groups, n_groups)
+            of_batch = self._sums(part, first, min(n, first + batch_size), groups, n_groups)
             if start is not None:
                 sums[first] = of_batch
         # The device is waited for only here, once for all batches.
@@ -144,10 +145,11 @@ class Scorer:
         # Bytes are a share of the text's where the tokenizer changes it, and so need not be whole.
         return Sums(nats, tokens.astype(np.int64), np.rint(in_bytes).astype(np.int64), errors.astype(np.int64))
 
-    def _batch(self, part: EvalSet, first: int, last: int, groups: Tensor | None, n_groups: int) -> Tensor:
-        """Return nats, tokens, bytes and errors of texts `first` to `last` - 1 by group, [4, B, G], on their device."""
+    def _sums(self, part: EvalSet, first: int, last: int, groups: Tensor | None, n_groups: int) -> Tensor:
+        """Return nats, tokens, bytes and errors of texts `first` to `last` - 1 by group, on the device: [4, B, G]."""
         x, y = part.batch(first, last)
-        size = torch.ones_like(y) if self.token_bytes is None else self.token_bytes[y.clamp(min=0)]  # in bytes
+        # The bytes of each target, 1 where bytes mean nothing; and its group.
+        size = torch.ones_like(y) if self.token_bytes is None else self.token_bytes[y.clamp(min=0)]
         group = (size == 0).long() if groups is None else groups[first:last]
         scored = y.masked_fill(group < 0, IGNORE_INDEX)
         # Another grouping of these texts scores other targets: if the losses are kept, all must be computed.
@@ -159,8 +161,8 @@ class Scorer:
         mask = scored != IGNORE_INDEX
         in_bytes = torch.zeros_like(size) if self.token_bytes is None else size * mask
         visible = mask.to(device)
-        columns = (losses.where(visible, 0), mask, in_bytes, wrong.where(visible, 0))
-        values = torch.stack([column.to(device, precise) for column in columns])  # [4, B, T]
+        quantities = (losses.where(visible, 0), mask, in_bytes, wrong.where(visible, 0))  # nats, tokens, bytes, errors
+        values = torch.stack([quantity.to(device, precise) for quantity in quantities])  # [4, B, T]
         index = group.clamp(min=0).to(device).expand_as(values)
         sums = torch.zeros(4, len(scored), n_groups, dtype=precise, device=device)
         return sums.scatter_add_(2, index, values)

@@ -39,7 +39,8 @@ def grouping(documents: Sequence[int | str] | None, texts: int) -> np.ndarray:
     """Return the number of each text's document, int64 [texts]. Without documents every text has its own."""
     if documents is None:
         return np.arange(texts)
-    # Documents are numbered in order of appearance, so that equal texts give equal samples.
+    # `factorize` numbers documents in order of appearance, so that equal texts give equal samples; as objects, a number
+    # and a string of the same digits stay different.
     return pd.factorize(np.array(documents, dtype=object))[0]
 
 
@@ -92,13 +93,12 @@ def estimate(sample: Sample) -> Estimate:
     residual = x - x.mean(1, keepdims=True) - x.mean(0, keepdims=True) + x.mean()
     noise = (residual**2).sum() / max((seeds - 1) * (texts - 1), 1)
     weight = 1.0
-    if noise > 0 and min(seeds, texts) > 1:
+    if noise > 0 and min(seeds, texts) > 1:  # of one seed or one text, what is left as noise is only rounding
         weight = fdtr(seeds - 1, (seeds - 1) * (texts - 1), between_seeds / noise)
     variance = between_texts + max(weight * (between_seeds - noise), 0.0)
     # Satterthwaite's formula: each part of the variance has the degrees of freedom of its texts or seeds.
-    of_texts = between_texts**2 / max(texts - 1, 1)
-    of_weighted_seeds = (weight * between_seeds) ** 2 / max(seeds - 1, 1)
-    uncertainty = of_texts + of_weighted_seeds
+    uncertainty = between_texts**2 / max(texts - 1, 1)
+    uncertainty += (weight * between_seeds) ** 2 / max(seeds - 1, 1)
     freedom = variance**2 / uncertainty if uncertainty > 0 else 1.0
     # At least those of the seeds alone: subtracting the noise can make the formula give fewer.
     freedom = max(freedom, seeds - 1)
@@ -119,7 +119,7 @@ def share(part: Sample, whole: Sample) -> Estimate:
         part: sums over the texts.
         whole: sums over the same texts, of one seed or of the seeds of `part`.
     """
-    mean = whole.values.mean(axis=0).sum() or np.nan
+    mean = whole.values.mean(axis=0).sum() or np.nan  # NaN in place of 0: then the share and its interval are NaN
     value = part.values.mean(axis=0).sum() / mean
     scale = abs(mean / part.units.sum())
     # The linear part of the ratio has mean 0 and is in the units of the parts; dividing by the whole makes it a share.

@@ -166,13 +166,14 @@ class Architecture:
             "pe": [_kind_of(pe) for pe in encodings],
             "number of windows": [len({pe.window for pe in encodings})],
             "model.dim % n_head": [cfg.dim % cfg.n_head],
-            "model.n_head / n_kv_head": [cfg.n_head // cfg.kv_heads],
-            "model.n_head * head_dim / dim": [cfg.n_head * cfg.head_width / cfg.dim],
+            "model.n_head / n_kv_head": [cfg.n_head // cfg.kv_heads],  # 1: as many key heads as heads
+            "model.n_head * head_dim / dim": [cfg.n_head * cfg.head_width / cfg.dim],  # 1: heads of the default width
         }
         of_network |= {f"model.{key}": [value] for key, value in cfg}
         refused = []
         for key, accepted in self.limits.items():
-            if key.startswith("pe."):  # an option, which may differ among layers; an encoding without it can be had
+            if key.startswith("pe."):
+                # An option may differ among layers. An encoding that has no such option counts as accepted.
                 values = [getattr(pe, key.removeprefix("pe."), accepted[0]) for pe in encodings]
             else:
                 values = of_network[key]
@@ -251,8 +252,8 @@ ARCHITECTURES = {
         "Gemma3ForCausalLM",
         LIMITS | ATTENTION_BIAS | {"model.norm_at": ("both",), "model.qk_norm": (True,)},
         settings=SETTINGS | {"mlp": "hidden_activation"},
-        # OLMo has a norm after each branch alone, Gemma 3 before it as well. What Llama calls post_attention_layernorm
-        # is its norm before the MLP, here the one after attention.
+        # OLMo has a norm after each branch alone, Gemma 3 before it as well. Llama calls the one before the MLP
+        # post_attention_layernorm, which in Gemma 3 is the one after attention.
         modules=MODULES | {"mlp_norm": ("pre_feedforward_layernorm",)},
         by_kind=True,
         folded=True,

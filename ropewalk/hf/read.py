@@ -95,6 +95,7 @@ class Pretrained:
                 config=self.config,
                 dtype=torch.float32,
                 attn_implementation="eager",
+                # No pickle is opened, no code of the folder runs, and nothing is downloaded.
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,
@@ -192,7 +193,7 @@ def _architecture(config: Any, arch: Architecture) -> GPTConfig:
     settings["mlp"] = arch.activations.get(settings["mlp"], settings["mlp"])
     # transformers has no settings for these: an architecture has one value of each.
     for key in ("norm", "norm_at", "qk_norm"):
-        (settings[key],) = arch.limits[f"model.{key}"]
+        settings[key] = arch.limits[f"model.{key}"][0]
     settings["bias"] = _bias(config, arch)
     # A width of heads that is the default is left open, as in a configuration of our own.
     head_dim = settings.get("head_dim")
@@ -202,11 +203,11 @@ def _architecture(config: Any, arch: Architecture) -> GPTConfig:
 
 
 def _bias(config: Any, arch: Architecture) -> Any:
-    """Return our setting for the biases of linear layers; None, which is refused, if we have no such ones."""
+    """Return `model.bias` for a configuration; None, which is refused, if no value of it fits."""
     accepted = arch.limits.get("model.bias", (True,))
     if len(accepted) == 1:
         return accepted[0]
-    # Architectures that accept several values have two settings.
+    # Architectures that accept several values have two settings: whether attention has biases, and whether the MLP has.
     pairs = {(False, False): False, (True, False): "attention", (True, True): True}
     return pairs.get((getattr(config, "attention_bias", False), getattr(config, "mlp_bias", False)))
 
@@ -216,17 +217,18 @@ def _encodings(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:
     if config.model_type == "gpt2":
         return rope.named("learned", Learned) | {"scale": 1.0, "original_len": shape.train_len}
     layers = rope.layers(config)
-    # Parts are named by what their layers differ in, as in conf/pe; layers without positions and with a window, or
-    # beside those with positions and the same window, have no counterpart there.
+    # Parts are named as in the presets of conf/pe for these models: by their windows if these differ, else by whether
+    # they rotate. "_nope" marks those that do not rotate among layers that differ in their windows.
     differ_in_window = len({layer.window for layer in layers}) > 1
     names = {}
     parts = {}
     for layer in dict.fromkeys(layers):  # each kind is read once, however many layers there are
-        name = "rope" if layer.rotates else "nope"
+        reach = "global" if layer.window is None else "local"
         if differ_in_window:
-            name = ("global" if layer.window is None else "local") + ("" if layer.rotates else "_nope")
-        names[layer] = name
-        parts[name] = rope.read(config, arch, shape, layer)
+            names[layer] = reach if layer.rotates else f"{reach}_nope"
+        else:
+            names[layer] = "rope" if layer.rotates else "nope"
+        parts[names[layer]] = rope.read(config, arch, shape, layer)
     if len(parts) == 1:
         return parts[names[layers[0]]]
     return {"name": config.model_type, "pattern": [names[layer] for layer in layers]} | parts

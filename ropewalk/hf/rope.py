@@ -78,11 +78,11 @@ def layers(config: Any) -> list[Layer]:
         raise ValueError(f"sliding_window={window} with layer_types={sorted(set(kinds))} is not supported")
 
     # SmolLM3 alone has layers without positions.
-    rotates = [1] * len(kinds)
+    rotates = [True] * len(kinds)
     if config.model_type == "smollm3":
-        rotates = config.no_rope_layers[: len(kinds)]
+        rotates = [bool(flag) for flag in config.no_rope_layers[: len(kinds)]]
     windows = [window if kind == SLIDING else None for kind in kinds]
-    return [Layer(window, bool(flag)) for window, flag in zip(windows, rotates, strict=True)]
+    return [Layer(own_window, is_rotated) for own_window, is_rotated in zip(windows, rotates, strict=True)]
 
 
 def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[str, Any]:
@@ -97,10 +97,13 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
 
     settings = _settings(config, arch, layer)
     name, cls, counterparts = TYPES[settings["rope_type"]]
+    # Of a scaling: the length that the model was trained at before it, and how far it extends that.
     original = settings.get(ORIGINAL) or getattr(config, ORIGINAL, None) or shape.train_len
     factor = float(settings.get("factor", shape.train_len / original))
-    if issubclass(cls, ScaledRotary) and factor == cls.unscaled:  # it changes nothing: this is plain RoPE
+    # One whose factor changes nothing is plain RoPE.
+    if issubclass(cls, ScaledRotary) and factor == cls.unscaled:
         name, cls, counterparts = TYPES["default"]
+
     options["base"] = float(settings["rope_theta"])
     # For transformers 0 means the default too.
     options |= {ours: settings[theirs] for theirs, ours in counterparts.items() if settings.get(theirs)}
@@ -117,7 +120,7 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
 
 
 def _settings(config: Any, arch: Architecture, layer: Layer) -> dict[str, Any]:
-    """Return the rotary settings for a layer, those that are given. Raises ValueError: their type is unknown here."""
+    """Return the `rope_parameters` of a layer, without None. Raises ValueError: their type is unknown here."""
     settings = config.rope_parameters[layer.kind] if arch.by_kind else config.rope_parameters
     kind = settings["rope_type"]
     if kind not in TYPES:
@@ -141,8 +144,9 @@ def _frequencies(config: Any, arch: Architecture, layer: Layer, length: int) -> 
     module = import_module(f"transformers.models.{family}.modeling_{family}")
     embedding = getattr(module, arch.name.replace("ForCausalLM", "RotaryEmbedding"))(config)
     # The forward pass of this module updates the frequencies that change with the length of the text, which it takes
-    # from the largest position.
-    kind = [layer.kind] if arch.by_kind else []  # an argument that only these architectures take
+    # from the largest position. Where each kind of layer has settings of its own, it takes the kind as well, and the
+    # results are named by it, as in full_attention_inv_freq.
+    kind = [layer.kind] if arch.by_kind else []
     embedding(torch.empty(0), torch.tensor([[length - 1]]), *kind)
     prefix = f"{layer.kind}_" if arch.by_kind else ""
     return getattr(embedding, f"{prefix}inv_freq"), getattr(embedding, f"{prefix}attention_scaling")
@@ -180,13 +184,15 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
     original = getattr(pe, "original_len", reach)
     settings = _rope_parameters(pe)
     kind = settings["rope_type"]
+    # The longest text, in tokens: the one that the model was trained to read, or the one that a scaling, applied after
+    # training (so not the first of its scales), extends it to.
     length = reach
     if kind == "dynamic":
         length = original  # transformers lets the base grow beyond max_position_embeddings
     elif kind == "yarn":
-        length = round(original * pe.active_scale)  # its quotient is the factor, for transformers before 4.56
+        length = round(original * pe.active_scale)  # before 4.56 transformers takes length / original for the factor
     elif isinstance(pe, ScaledRotary) and pe.active_scale not in (pe.unscaled, pe.scales[0]):
-        length = max(reach, math.ceil(original * max(pe.scales)))  # a scaling applied after training extends it
+        length = max(reach, math.ceil(original * max(pe.scales)))
 
     fields: dict[str, Any] = {"max_position_embeddings": length, "rope_parameters": settings}
     if kind not in ("default", "proportional"):
@@ -198,13 +204,17 @@ def _rope_parameters(pe: Any) -> dict[str, Any]:
     """Return the settings of transformers that rotate as `pe` does at its active scale, by a name if there is one."""
     cls = type(pe)
     settings: dict[str, Any] = {"rope_type": "default", "rope_theta": pe.base}
+    # A scaling that is unscaled is plain RoPE.
     if cls is Rotary or (isinstance(pe, ScaledRotary) and pe.active_scale == pe.unscaled):
         return settings
+    # These two are RoPE with a larger base.
     if cls in (NTK, ABF):
         return settings | {"rope_theta": float(pe.base_at(pe.active_scale))}
 
-    settings["factor"] = pe.active_scale  # p-RoPE has a factor of its own, which replaces it below
-    kind = KINDS.get(cls, "longrope")  # "longrope", by divisors, can say any frequencies
+    # All other types have a factor. That of p-RoPE is an option of its own, which replaces the scale below.
+    settings["factor"] = pe.active_scale
+    # A class that transformers has no name for is written as "longrope": its divisors can say any frequencies.
+    kind = KINDS.get(cls, "longrope")
     if cls is Yarn:
         settings["attention_factor"] = math.sqrt(pe.logit_scale)
         # Of YaRN's ramps this is the one that every version of transformers has. Before 4.56 it took the factor from

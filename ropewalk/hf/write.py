@@ -83,15 +83,15 @@ def export(
 
 
 def _write_configs(folder: Path, bos_token_id: int | None, eos_token_id: int | None) -> None:
-    """Complete config.json and generation_config.json by what other programs, and older versions, look for."""
-    # The tokenizer's files may name several tokens that end a text. They stay if ours is one of them.
+    """Complete config.json and GENERATION with what other programs, and transformers before version 5, look for."""
     generation = read_json(folder / GENERATION)
+    # An id, a list of ids, or None. The tokenizer's files may name several; they stay if ours is one of them.
     ends = generation.get("eos_token_id")
     is_kept = eos_token_id is None or (isinstance(ends, list) and eos_token_id in ends)
-    marks = {"bos_token_id": bos_token_id, "eos_token_id": ends if is_kept else eos_token_id}
-    write_json(folder / GENERATION, generation | marks)
+    special_tokens = {"bos_token_id": bos_token_id, "eos_token_id": ends if is_kept else eos_token_id}
+    write_json(folder / GENERATION, generation | special_tokens)
 
-    values = read_json(folder / "config.json") | marks
+    values = read_json(folder / "config.json") | special_tokens
     # Version 5 has all rotary settings under rope_parameters; before it they stood at the top and in rope_scaling.
     rotation = values.get("rope_parameters", {})
     if rope.FULL in rotation:  # settings for each kind of layer
@@ -106,10 +106,10 @@ def _write_configs(folder: Path, bos_token_id: int | None, eos_token_id: int | N
 def _model(net: GPT, encodings: Encodings, reach: int) -> Any:
     """Return the model of transformers that computes what `net`, trained to read `reach` tokens, does with `encodings`.
 
-    Raises ValueError: there is none; names all that the nearest one lacks.
+    Raises ValueError: no architecture can have all its settings; names those that the nearest one lacks.
     """
     refused = {kind: arch.refused(net.cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
-    # One that lacks the kind of positions is worse than one that lacks other settings.
+    # The nearest lacks least. One that lacks the kind of positions is worse than one that lacks other settings.
     badness = {}
     for kind, lacking in refused.items():
         lacks_positions = any(key.startswith("pe=") for key in lacking)
@@ -135,9 +135,10 @@ def _configuration(net: GPT, encodings: Encodings, kind: str, reach: int) -> Any
     # The positions of GPT-2 end at max_len. Rotations have no end.
     fields = _sizes(net, arch) | _positions(rotating, arch, max_len_of(encodings) or reach)
 
-    # Settings that only some architectures have. Gemma 3 builds a mask from a window even if no layer has one.
+    # Settings that only some architectures have.
     windows = [layer.window for layer in layers if layer.window is not None]
     settings = {
+        # Gemma 3 builds a mask from it even if no layer has a window: then it is as long as any text.
         "sliding_window": max(windows, default=reach if kind == "gemma3_text" else None),
         "use_sliding_window": bool(windows),
         "max_window_layers": 0,  # of Qwen: the first layer that may have a window
@@ -192,7 +193,11 @@ def _positions(rotating: dict[PositionEncoding, rope.Layer], arch: Architecture,
 
 @torch.no_grad()
 def _weights(net: GPT, pe: PositionEncoding, arch: Architecture, model: Any) -> dict[str, Tensor]:
-    """Return the weights of `net` as the tensors of a `model` of transformers; biases that `net` lacks are zero."""
+    """Return the weights of `net` as the tensors of a `model` of transformers; biases that `net` lacks are zero.
+
+    Args:
+        pe: the encoding of the first layer, at the scale that is written. GPT-2 has learned positions, as a table.
+    """
     dtype = net.embedding.weight.dtype
     theirs = {name: torch.zeros(value.shape, dtype=dtype) for name, value in model.state_dict().items()}
     for name, value in net.state_dict().items():

@@ -187,7 +187,13 @@ def times(row: pd.Series) -> str:
 
 
 def amount(value: float, low: float = math.nan, high: float = math.nan, sign: str = "", digits: int = 3) -> str:
-    """Return a number with its interval, as in "2.051 ± 0.069"; "" for NaN."""
+    """Return a number with its interval, as in "2.051 ± 0.069"; "" for NaN.
+
+    Args:
+        low, high: the ends of its interval, which is left out unless both are finite.
+        sign: "+" to show the sign of positive numbers.
+        digits: after the decimal point.
+    """
     if math.isnan(value):
         return ""
     # Adding zero turns -0.0 into 0.0: a difference must not read as -0.000.

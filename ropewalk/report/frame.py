@@ -159,13 +159,13 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
 def curves(runs: Runs) -> pd.DataFrame:
     """Return the rows of metrics.jsonl of all runs, with the run, its section and label."""
     about = runs.runs[["name", "seed", "encoding", "data", "train_len", "section", "label"]]
-    # One without rows: a table has its columns, also if no run has a curve.
-    frames = [about.reset_index(names="path").head(0).assign(step=0, tokens=0)]
+    rows: list[dict[str, Any]] = []
     for path, of_run in about.to_dict("index").items():
         # A run of another program, or a damaged one, has no curve; its results stand for themselves.
         with suppress(OSError, ValueError):
-            frames.append(pd.DataFrame([{"path": path} | of_run | row for row in read_metrics(Path(path))]))
-    return pd.concat(frames, ignore_index=True)
+            rows += [{"path": path} | of_run | row for row in read_metrics(Path(path))]
+    # A table has its columns, also if no run has a curve.
+    return pd.DataFrame(rows, columns=None if rows else ["path", *about, "step", "tokens"])
 
 
 def _find(folders: Iterable[Path]) -> list[Path]:
@@ -211,6 +211,7 @@ def _run(path: Path) -> dict[str, Any]:
 def _results(file: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of one results file. Raises ValueError: the file does not fit its run."""
     e = Evaluation.load(file)
+    # Before the first step the weights are those of another model, which has a training length of its own.
     if (e.step and e.train_len != run["train_len"]) or not isinstance(e.variant.pe["name"], str):
         raise ValueError("train_len is not that of config.yaml, or the encoding has no name")
     trained_pe = {key: value for key, value in run["config"].items() if key.startswith("pe.")}
@@ -235,12 +236,14 @@ def _results(file: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
     """Return the runs with section, group and label, and those that repeat another or are not finished, with why."""
+    # Costs are numbers; anything else is NaN.
     runs[COSTS] = runs[COSTS].apply(pd.to_numeric, errors="coerce").astype(float)
     # A hash tells apart different data of the same name.
     hashes = runs.identity.map(lambda identity: f" ({sha256(identity.encode()).hexdigest()[:6]})")
     is_ambiguous = runs.groupby("data").identity.transform("nunique") > 1
+    # Runs that stand together may have several training lengths.
     lengths = runs.groupby(_together(runs, results)).train_len.transform(
-        lambda of_section: " and ".join(map("{:,}".format, sorted(of_section.unique())))
+        lambda of_section: " and ".join(f"{length:,}" for length in sorted(of_section.unique()))
     )
     runs["section"] = runs.data + hashes.where(is_ambiguous, "") + ", trained at " + lengths + " tokens"
 
@@ -248,7 +251,7 @@ def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[
     runs["key"] = [json.dumps(compared(config), sort_keys=True) for config in runs.config]
     # Seeds may share the weights that they start from. Or each has its own, named as in "rope-s1": then the seed is
     # taken out of the name. A number in a name may mean something else. It is the seed only if runs of other seeds have
-    # equal names without it, and none has the same name with it.
+    # equal names without it, and no other seed has the same name with it.
     runs["init"] = [str(config.get("init_from")) for config in runs.config]
     without_seed = [re.sub(rf"(-s)?(?<!\d){run.seed}(?!\d)", "", run.init) for run in runs.itertuples()]
     is_shared = runs.groupby(["key", "init"]).seed.transform("nunique") > 1
@@ -271,7 +274,7 @@ def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[
 
 
 def _labelled(groups: pd.DataFrame) -> pd.DataFrame:
-    """Return the first runs of groups with what their settings differ in, in words, and a label of their own."""
+    """Return `groups`, the first run of each, with what its settings differ in, in words, and a label of its own."""
     differences = differing([json.loads(row.key) | {"init_from": row.init} for row in groups.itertuples()])
     groups["settings"] = list(map(in_words, groups.encoding, differences))
     # The name of the run labels what differs in several options, or in what two groups share.
@@ -324,7 +327,8 @@ def in_words(name: str, options: Mapping[str, Any]) -> str:
     """Return a name with options, as in "yarn (ramp paper)"."""
     # What a run does not set is no difference to name.
     given = {key: value for key, value in options.items() if value not in (None, "None")}
-    words = [f"{re.sub('^(pe|trainer)[.]', '', key)} {value}" for key, value in given.items()]
+    words = [f"{key.removeprefix('pe.').removeprefix('trainer.')} {value}" for key, value in given.items()]
+    # The name of a reading may be empty.
     return f"{name} ({', '.join(words)})".strip() if words else name
 
 
@@ -349,6 +353,7 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
         differences = differing([flatten({"pe": json.loads(pe)}) for _, pe, _ in readings])
         for reading, differs in zip(readings.values(), differences, strict=True):
             rows.loc[reading.index, "reading"] = in_words(name, differs)
+    # A line is named by its label and reading. START says at the front what BEFORE says in the reading.
     of_label = rows.label + " " + rows.reading
     of_start = START + rows.label + rows.reading.str.removeprefix(BEFORE)
     rows["line"] = of_label.mask(rows.is_start, of_start).str.strip()

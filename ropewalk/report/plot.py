@@ -129,7 +129,7 @@ def gain(
 
 
 def _on_cut_text(rows: pd.DataFrame, compared_with: pd.Series) -> str:
-    """Say what gains are over: the text cut to so many tokens, and whose loss on it if these are lines of their own."""
+    """Name the baseline of gains: the text cut to so many tokens, and the line that reads it if it is another one."""
     cut = " or ".join(map("{:,.0f}".format, sorted(rows.cut.unique())))
     names = [line for line in compared_with.unique() if line]
     whose = "what each is compared with, on " if len(names) > 1 else "".join(f"{name} on " for name in names)
@@ -218,9 +218,9 @@ def svg(draw: Callable[[Axes], object], size: tuple[float, float] = WIDE) -> str
 
 def on_its_own(picture: str) -> str:
     """Return a figure from `svg` with the colours that it needs without a page, for light and dark."""
-    words = "text{font-family:system-ui,sans-serif}"
-    dark = f"@media(prefers-color-scheme:dark){{:root{{{style(DARK)}}}}}"
-    return re.sub(r"(<svg[^>]*>)", rf"\1<style>{words}:root{{{style(LIGHT)}}}{dark}</style>", picture, count=1)
+    light = "text{font-family:system-ui,sans-serif}:root{" + style(LIGHT) + "}"
+    dark = "@media(prefers-color-scheme:dark){:root{" + style(DARK) + "}}"
+    return re.sub(r"(<svg[^>]*>)", rf"\1<style>{light}{dark}</style>", picture, count=1)
 
 
 def style(palette: SimpleNamespace) -> str:

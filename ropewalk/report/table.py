@@ -9,7 +9,6 @@ the 95 % interval over seeds and texts; and one for each run alone, with its see
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -252,7 +251,10 @@ class Measure:
                 self.cells[key] = {seed: _sum([part[seed] for part in parts]) for seed in seeds}
 
     def _mean(self, key: Key, by_seed: BySeed) -> Estimate:
-        """Return the mean over texts and seeds; for a task the median over the seeds that learned it, if any did."""
+        """Return the mean over texts and seeds.
+
+        For a task it is the median over the seeds that learned it, or over all if none did, without an interval.
+        """
         e = statistics.estimate(stacked([by_seed[seed] for seed in sorted(by_seed)]))
         if not self.is_task:
             return e
@@ -282,8 +284,9 @@ class Measure:
             return set()
         of_best = self.cells[Key(best, *place)]
         behind = [_estimate(_minus(self.cells[Key(line, *place)], of_best)) for line in others]
-        tied = set(compress(others, statistics.tied(behind)))
-        return tied | {best} if tied else set()
+        are_tied = statistics.tied(behind)
+        tied = {line for line, is_tied in zip(others, are_tied, strict=True) if is_tied}
+        return {best, *tied} if tied else set()
 
 
 def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> dict[str, Row]:

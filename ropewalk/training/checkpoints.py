@@ -110,7 +110,7 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, only: int |
     A damaged checkpoint is reported, and the one before it is taken. Without any checkpoint nothing is changed.
 
     Args:
-        only: the step of the one checkpoint to take.
+        only: the step of the one checkpoint to take; None: the newest that is whole.
 
     Raises:
         ValueError: there are checkpoints, and all are damaged.
@@ -118,7 +118,7 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, only: int |
     # The network's own tensors, and moments for the optimizer to take: `assign` fills both in place.
     moments = _moments(net, optimizer)
     tensors = _all_tensors({"model": net.state_dict(), "optimizer": moments})
-    step = _newest(folder, {name: tensor.shape for name, tensor in tensors.items()}, only)
+    step = _newest(folder, tensors, only)
     if step is None:
         return Progress()
     # The file is memory-mapped, and may change later: everything is copied.
@@ -133,20 +133,20 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, only: int |
 
 
 def take_over(base: str, net: GPT, optimizer: torch.optim.Optimizer) -> None:
-    """Load weights and optimizer state of the newest checkpoint of another run. ValueError if it has none."""
+    """Load weights and optimizer state of the newest checkpoint of the run at `base`. ValueError if it has none."""
     # The weights too: the moments belong to those of the checkpoint.
     if not resume(Path(base, "checkpoints"), net, optimizer).step:
         raise ValueError(f"init_optimizer=true needs a checkpoint, and {base} has none: leave it out")
 
 
 @rank_zero_only
-def _newest(folder: Path, shapes: dict[str, torch.Size], only: int | None) -> int | None:
-    """The step of the newest checkpoint that is whole and has tensors of these `shapes`, or None. See `resume`."""
-    steps = [step for step in steps_in(folder) if only in (None, step)]
+def _newest(folder: Path, expected: dict[str, Tensor], only: int | None) -> int | None:
+    """The step of the newest checkpoint that is whole and has tensors like `expected`, or None. See `resume`."""
+    steps = [step for step in steps_in(folder) if only is None or step == only]
     for step in reversed(steps):
         path = path_of(folder, step)
         try:
-            _check(path, shapes)
+            _check(path, expected)
             return step
         except Exception as error:  # a damaged file fails in many ways
             reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -168,21 +168,24 @@ def _all_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     return {f"{part}/{name}": value for part in ("model", "optimizer") for name, value in state[part].items()}
 
 
-def _check(path: Path, shapes: dict[str, torch.Size]) -> None:
-    """Raise an error for the first thing that is wrong with a checkpoint."""
+def _check(path: Path, expected: dict[str, Tensor]) -> None:
+    """Raise an error for the first thing that is wrong with a checkpoint of tensors that are shaped as `expected`."""
     # torch.load does not compare checksums: it would silently load a changed byte.
     with zipfile.ZipFile(path) as file:
         broken = file.testzip()
     if broken:
         raise ValueError(f"the checksum of {broken} is wrong")
     _, tensors = _read(path)
-    unlike = sorted(shapes.keys() ^ tensors.keys())
+    unlike = sorted(expected.keys() ^ tensors.keys())  # names that only one of the two has
     if unlike:
-        raise ValueError(f"{unlike[0]} is {'missing' if unlike[0] in shapes else 'not part of this network'}")
+        raise ValueError(
+            f"{unlike[0]} is missing" if unlike[0] in expected else f"{unlike[0]} is not part of this network"
+        )
     for name, tensor in tensors.items():
-        if tensor.shape != shapes[name] or not (tensor.is_floating_point() and tensor.isfinite().all()):
+        if not (tensor.shape == expected[name].shape and tensor.is_floating_point() and tensor.isfinite().all()):
             raise ValueError(
-                f"{name} ({tensor.dtype} {list(tensor.shape)}) must hold finite numbers, {list(shapes[name])} of them"
+                f"{name} ({tensor.dtype} {list(tensor.shape)}) must hold finite numbers, {list(expected[name].shape)} "
+                f"of them"
             )
 
 

@@ -50,8 +50,8 @@ class Shared(Reading):
     def contexts(
         self, encodings: Iterable[PositionEncoding], idx: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Tensor, Contexts]:
-        # Returns token ids [B, t] and positions [t] of this rank's pieces.
-        assert cache is None  # texts are shared in training and its validation alone
+        """As of `Reading`: token ids [B, t] and positions [t] of this rank's pieces, and contexts for them."""
+        assert cache is None  # only generation has one, and there each rank reads whole texts
         length = idx.size(1)
         pieces = self.pieces(length)
         contexts: Contexts = {}
@@ -76,6 +76,7 @@ class Shared(Reading):
         """This rank's two pieces of a text of `length` tokens, as positions."""
         n = 2 * self.size
         tokens = -(-length // n)  # of a piece, rounded up
+        # One from the start of the text and one from its end: together they attend to as much for every rank.
         return [range(i * tokens, (i + 1) * tokens) for i in (self.rank, n - 1 - self.rank)]
 
     def own(self, x: Tensor, beyond: int = 0) -> Tensor:
@@ -110,13 +111,13 @@ class SharedContext:
         self, pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], *, layer: Hashable,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        # q [B, t, H, D], k and v [B, t, Hkv, D] and the state are of this rank's t tokens.
+        # Of this rank's t tokens: the result and q [B, t, H, D], k and v [B, t, Hkv, D], and the state.
         def gathered(q: Tensor, *parts: Tensor) -> Tensor:
             whole = [self.reading.whole(x) for x in parts]
             out = []
             for q_piece, ctx in zip(q.chunk(2, dim=1), self.of_pieces, strict=True):
                 # A piece sees what stands before its end, whichever rank has it.
-                k, v, *others = [x[:, : ctx.pos_k.size(0)] for x in whole]  # [B, end of the piece, ...] each
+                k, v, *others = [x[:, : ctx.length] for x in whole]  # [B, end of the piece, ...] each
                 seen_state = dict(zip(state, others, strict=True))
                 out.append(ctx.attend(pe, q_piece, k, v, seen_state, layer=layer, sinks=sinks))
             return torch.cat(out, dim=1)

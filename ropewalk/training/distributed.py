@@ -68,7 +68,8 @@ def install_kernels(encodings: Encodings, hardware: Hardware) -> Hardware:
     """
     if not hardware.kernels:
         return hardware
-    problems = list(filter(None, gather(plugins.kernels().problem(encodings, hardware.device))))
+    # Of each rank that cannot use them the reason; it is "" on the others.
+    problems = [problem for problem in gather(plugins.kernels().problem(encodings, hardware.device)) if problem]
     if not problems:
         plugins.kernels().install(encodings)
     elif is_rank_zero():
@@ -124,7 +125,7 @@ def shared_batches(n: int, batch_size: int, context_parallel: int = 1) -> list[i
     """
     starts: list[int | None] = [*range(0, n, batch_size)]
     groups = world_size() // context_parallel
-    starts += [None] * (-len(starts) % groups)
+    starts += [None] * (-len(starts) % groups)  # padding, up to a multiple of `groups`
     return starts[rank() // context_parallel :: groups]
 
 
@@ -132,7 +133,7 @@ class Launcher(NamedTuple):
     """Who started the processes of this run."""
 
     on_this_machine: int  # processes that it started here; 0 if nobody did, or Fabric
-    world_size: int  # processes on all machines
+    world_size: int  # processes on all machines; 1 if nobody did, or Fabric
     rank: int  # of this process, also before the ranks have met
 
 
@@ -146,12 +147,13 @@ def started_by() -> Launcher:
     if in_step and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # the second is Fabric's rule
         on_this_machine = int(env.get("SLURM_NTASKS_PER_NODE") or env["SLURM_NTASKS"])
         return Launcher(on_this_machine, int(env["SLURM_NTASKS"]), int(env["SLURM_PROCID"]))
-    return Launcher(0, 1, int(env["LOCAL_RANK"]) if _is_child() else 0)  # Fabric sets it
+    # Fabric sets LOCAL_RANK for the processes that it starts.
+    return Launcher(on_this_machine=0, world_size=1, rank=int(env["LOCAL_RANK"]) if _is_child() else 0)
 
 
 def _is_child() -> bool:
     """True if this process was started by Fabric's own launcher, in another process of this run."""
-    # `launch` puts the id of rank zero's process there, which those that it starts inherit.
+    # `launch` puts the id of rank zero's process there, and the processes that it starts inherit it.
     return os.environ.get(_PARENT, str(os.getpid())) != str(os.getpid())
 
 
@@ -173,21 +175,21 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     those that wait on a device are ended by who started them: Fabric, torchrun, or srun --wait.
 
     Raises:
-        ValueError: the batch cannot be divided among the ranks, or the ranks among the texts.
+        ValueError: the batch cannot be divided among the ranks, or the ranks among texts or replicas.
     """
     assert isinstance(trainer.devices, int)  # "auto" is resolved by now
     # A launcher has started all processes, of which `devices` counts those on this machine. Else there is one so far.
     world = max(trainer.devices, started_by().world_size)
-    for key in ("context_parallel", "replicas"):
-        if world % getattr(trainer, key):
+    for key, divisor in {"context_parallel": trainer.context_parallel, "replicas": trainer.replicas}.items():
+        if world % divisor:
             remedy = "set trainer=ddp or trainer=fsdp, and trainer.devices to a multiple of it"
-            problem = f"trainer.{key}={getattr(trainer, key)} does not divide the number of processes, {world}"
+            problem = f"trainer.{key}={divisor} does not divide the number of processes, {world}"
             raise ValueError(f"{problem}: {remedy}")
     micro_batch_size(trainer.batch_size, trainer.grad_accum_steps, world // trainer.context_parallel)
     child = _is_child()
     if child:
         die_with_parent(int(os.environ[_PARENT]))
-    elif world > 1:
+    elif world > 1:  # `_is_child` reads it in the processes that Fabric starts
         os.environ[_PARENT] = str(os.getpid())
     fabric = _make_fabric(trainer, hardware, world)
     if not dist.is_initialized():
@@ -214,7 +216,7 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
 def reader_of(trainer: Trainer, hardware: Hardware, document_end: int | None, encodings: Encodings) -> Reader:
     """How the batches of a run are read; joins this rank to those that share its texts, ranks in a row.
 
-    All ranks call it, after `install_kernels`.
+    All ranks call it, after `install_kernels`, on which the reading of documents depends.
     """
     size = trainer.context_parallel
     reading: Reading | None = None
@@ -223,7 +225,7 @@ def reader_of(trainer: Trainer, hardware: Hardware, document_end: int | None, en
         reading = Shared(mesh.get_group("context"), recompute=not trainer.checkpointing)
     elif hardware.kernels and document_end is not None:
         reading = plugins.kernels().reading_of(encodings, document_end)
-    return Reader(document_end, reading, size)
+    return Reader(document_end, shared=reading, ranks_per_text=size)
 
 
 def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
@@ -270,8 +272,8 @@ def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | s
             tensor_parallel_size=world // trainer.replicas,
             process_group_backend=backend,
         )
-    # The gradients lie in the buckets that are sent, without a copy of them.
-    return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True) if world > 1 else "auto"
+    # With DDP the gradients lie in the buckets that are sent, without a copy of them.
+    return "auto" if world == 1 else DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True)
 
 
 def _fail(error: Exception) -> NoReturn:
@@ -282,6 +284,7 @@ def _fail(error: Exception) -> NoReturn:
         is_first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
     if not is_first:
         raise SystemExit(ANOTHER_FAILED) from None
+    # The connection to another rank is lost, and that rank has not said why through the store.
     if isinstance(error, RuntimeError) and ("onnection" in str(error) or "remote process" in str(error)):
         raise ConnectionError("another process of this run has ended: its own message, if any, says why") from error
     raise error
@@ -290,6 +293,6 @@ def _fail(error: Exception) -> NoReturn:
 def die_with_parent(parent: int) -> None:
     """Make this process end whenever the process `parent`, which started it, ends; at once if it has ended."""
     with contextlib.suppress(OSError, AttributeError):  # Linux only
-        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG, the signal when the parent ends
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

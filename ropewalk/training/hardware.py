@@ -38,7 +38,7 @@ class Hardware:
         Raises:
             ValueError: the accelerator is not available, or the kernels that `kernels=True` asks for.
         """
-        # The device; of "auto" the fastest here.
+        # The device; of "auto" the fastest here: they are listed in this order.
         is_here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
         available = [name for name, here in is_here.items() if here]
         device = available[0] if accelerator == "auto" else accelerator
@@ -56,6 +56,7 @@ class Hardware:
         if compile == "auto":
             compile = device == "cuda"
 
+        # Kernels; of "auto" where all of this holds.
         can_use_kernels = (
             device == "cuda"
             and not torch.version.hip
@@ -66,7 +67,7 @@ class Hardware:
         if kernels is True and not can_use_kernels:
             needs = "an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, a precision in bf16, and Triton"
             raise ValueError(f"trainer.kernels=true: kernels need {needs}; choose auto or false")
-        return cls(device, precision, bool(compile), bool(kernels) and can_use_kernels)
+        return cls(device, precision, bool(compile), bool(kernels) and can_use_kernels)  # "auto" counts as true
 
     def autocast(self) -> torch.autocast:
         """A context manager in which the network computes as in training."""

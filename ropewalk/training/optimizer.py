@@ -19,7 +19,8 @@ def make_optimizer(net: GPT, optim: Optim) -> torch.optim.AdamW:
     Matrices decay. Norms, biases and position encodings do not, except the parameters that an encoding names in
     `decayed`.
     """
-    # Decay pulls an encoding towards the one with zero parameters: a comparison would favour those without any.
+    # Of each parameter of an encoding, whether it decays. Decay pulls an encoding towards the one with zero parameters:
+    # a comparison would favour those without any.
     decays_in_encoding = {}
     for pe in net.distinct_encodings:
         for name, p in pe.named_parameters():
@@ -28,11 +29,11 @@ def make_optimizer(net: GPT, optim: Optim) -> torch.optim.AdamW:
     # Sharded and whole tensors are in separate groups, because PyTorch cannot update them together.
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for p in net.parameters():
-        decays = p.ndim >= 2 and decays_in_encoding.get(p, True)
-        decay = optim.weight_decay if decays else 0.0
+        decays = p.ndim >= 2 and decays_in_encoding.get(p, True)  # True: p is of no encoding
+        weight_decay = optim.weight_decay if decays else 0.0
         lr_scale = optim.pe_lr_scale if p in decays_in_encoding else 1.0
-        key = (decay, lr_scale, isinstance(p, DTensor))
-        group = groups.setdefault(key, {"params": [], "weight_decay": decay, "lr_scale": lr_scale})
+        key = (weight_decay, lr_scale, isinstance(p, DTensor))
+        group = groups.setdefault(key, {"params": [], "weight_decay": weight_decay, "lr_scale": lr_scale})
         group["params"].append(p)
     return torch.optim.AdamW(list(groups.values()), lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
 
@@ -65,16 +66,15 @@ def clip_gradients(net: nn.Module, scale: Tensor, max_norm: float | None) -> Ten
         The norm before clipping, a scalar tensor.
     """
     # PyTorch cannot combine sharded and whole tensors in one call, so each kind has a norm of its own first.
-    kinds: dict[bool, list[Tensor]] = {}  # gradients by whether they are sharded
-    for p in net.parameters():
-        if p.grad is not None:
-            kinds.setdefault(isinstance(p, DTensor), []).append(p.grad)
-    norms = [full_tensor(torch.nn.utils.get_total_norm(grads)) for grads in kinds.values()]
+    grads = [p.grad for p in net.parameters() if p.grad is not None]
+    whole = [grad for grad in grads if not isinstance(grad, DTensor)]
+    sharded: list[Tensor] = [grad for grad in grads if isinstance(grad, DTensor)]
+    norms = [full_tensor(torch.nn.utils.get_total_norm(kind)) for kind in (whole, sharded) if kind]
     norm = torch.linalg.vector_norm(torch.stack(norms)) * scale
     # One multiplication does both, in one pass over the gradients.
     limit = math.inf if max_norm is None else max_norm
     factor = scale * (limit / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local_tensor(grad) for grads in kinds.values() for grad in grads], factor)
+    torch._foreach_mul_([local_tensor(grad) for grad in grads], factor)
     return norm
 
 

@@ -53,8 +53,9 @@ def source_state() -> tuple[str | None, str]:
     if not shutil.which("git"):
         return None, ""
     commit = _git("rev-parse", "--verify", "HEAD").strip() or None
-    new_files = [_git("diff", "--no-index", "--", os.devnull, name) for name in _new_files()]
-    return commit, _git("diff", "HEAD") + "".join(new_files)
+    # `git diff HEAD` leaves new files out: each is compared with an empty one.
+    additions = [_git("diff", "--no-index", "--", os.devnull, name) for name in _new_files()]
+    return commit, _git("diff", "HEAD") + "".join(additions)
 
 
 def _git(*arguments: str) -> str:

@@ -66,18 +66,13 @@ class Ranks:
         """
         return self.fabric.no_backward_sync(self.model, enabled=not (last or self.sharded))
 
-    def average_gradients(self, totals: Tensor) -> Tensor:
-        """After the last micro-batch: average gradients that the strategy leaves alone; sum `totals` over the ranks.
-
-        Returns:
-            The sums.
-        """
-        if self.sharded:  # FSDP leaves the gradients of what is whole on every rank alone
+    def average_gradients(self) -> None:
+        """After the last micro-batch: average over the ranks what FSDP leaves alone, gradients of whole parameters."""
+        if self.sharded:
             for p in self.net.parameters():
                 if p.grad is not None and not isinstance(p, DTensor):
                     dist.all_reduce(p.grad)
                     p.grad /= self.fabric.world_size
-        return self.fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[return-value]
 
 
 def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
@@ -90,12 +85,13 @@ def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
     of them from the forward to the backward pass. The inputs of a block are not cast, as the tables of positions need
     fp32.
     """
-    policy = MixedPrecisionPolicy()
     # The parameters of position encodings are small and need fp32: they stay whole on every rank, and FSDP leaves them
-    # and their gradients alone. So do norms and sinks where autocast alone would keep them in fp32.
+    # and their gradients alone.
     whole = {p for pe in net.distinct_encodings for p in pe.parameters()}
+    policy = MixedPrecisionPolicy()
     if hardware.precision == "bf16-mixed":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        # Norms, sinks and biases stay whole too: autocast alone would keep norms and sinks in fp32.
         whole.update(p for p in net.parameters() if p.ndim < 2)
     if mesh.size(0) == 1:  # one copy: nothing is reduced over copies
         mesh = mesh[SHARDS]

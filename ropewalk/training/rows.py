@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from conf.schema import Config
 from data.base import Data
 from model.gpt import GPT
 from model.position.base import Scaled
-from model.position.network import metrics_of
 from ropewalk.app.run_dir import RunDir, read_metrics, read_training
 from ropewalk.training.checkpoints import Progress
 from ropewalk.training.distributed import rank_zero_only, world_size
@@ -27,11 +28,10 @@ def training_row(progress: Progress, cfg: Config) -> dict[str, Any]:
     }
 
 
-def validation_row(validation: dict[str, Any], net: GPT) -> dict[str, Any]:
-    """What `loop.validate` has measured; and metrics of the encodings, of the texts that this rank has read for it."""
+def validation_row(validation: dict[str, Any], metrics: dict[str, Tensor]) -> dict[str, Any]:
+    """What `loop.validate` has measured; and `metrics` of the encodings, of the texts that this rank read for it."""
     measured = {f"val/{name}": validation[name] for name in ("loss", "bits_per_byte", "error")}
-    # `Training.log` has dropped what they counted before the validation.
-    measured |= {f"position/{name}": float(value) for name, value in metrics_of(net.encodings).items()}
+    measured |= {f"position/{name}": float(value) for name, value in metrics.items()}
     return {name: value for name, value in measured.items() if value is not None}
 
 
@@ -52,7 +52,10 @@ def record(progress: Progress, cfg: Config, hardware: Hardware, validation: dict
 
 @rank_zero_only
 def check_rows(run: RunDir, progress: Progress) -> None:
-    """Raise ValueError if rows do not fit the newest checkpoint, or a trained run has none: nothing must be lost."""
+    """Raise ValueError if the rows do not fit the newest checkpoint, or a trained run has no checkpoint.
+
+    Nothing must be lost.
+    """
     # A run that was killed before its first checkpoint has later rows: it is trained anew, and writes them again.
     rows = 0
     if run.metrics.exists():
@@ -60,10 +63,10 @@ def check_rows(run: RunDir, progress: Progress) -> None:
     # A run of 0 steps is complete without a checkpoint.
     was_trained = (run.path / "training.json").is_file() and read_training(run.path)["steps"] > 0
     if rows != progress.rows or (was_trained and not progress.step):
-        counted = f"the newest checkpoint counts {progress.rows}" if progress.step else "there is no checkpoint"
+        found = f"metrics.jsonl has {rows} rows up to step {progress.step}, the newest checkpoint has {progress.rows}"
+        problem = found if progress.step else "the run was trained, and has no checkpoint"
         remedy = "restore the files, or delete the run and train anew; scripts/evaluate.py measures a trained model"
-        rows_found = f"metrics.jsonl has {rows} rows up to step {progress.step}"
-        raise ValueError(f"checkpoints or rows are missing: {rows_found}, and {counted}: {remedy}")
+        raise ValueError(f"checkpoints or rows are missing: {problem}: {remedy}")
 
 
 def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, size: Mapping[str, Any]) -> None:

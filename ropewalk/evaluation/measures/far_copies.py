@@ -46,6 +46,7 @@ def repeats(tokens: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     ids = np.unique(words, axis=0, return_inverse=True)[1].reshape(-1)
     distances[n:] = pd.Series(np.arange(len(ids))).groupby(ids).diff().fillna(0)
     earlier = np.arange(len(tokens)) - distances
+    # Whether the token is the same there. Without an occurrence `earlier` is the token itself, which does not count.
     return distances, (distances > 0) & (tokens == tokens[earlier])
 
 
@@ -85,8 +86,9 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
         whole = score(texts, group, 2 * octaves)
         baseline = nats_of_cut(score, texts, group, 2 * octaves, short)
         measured = []
-        for i in np.flatnonzero(whole.tokens.any(axis=0)):
-            octave, is_other = divmod(int(i), 2)
+        # Only the groups that some text has targets in.
+        for i in np.flatnonzero(whole.tokens.any(axis=0)).tolist():
+            octave, is_other = divmod(i, 2)
             span = (2**octave, 2 ** (octave + 1) - 1)
             continuation = "other" if is_other else "same"
             part = whole.measured(length, int(i), baseline=baseline, texts=texts, span=span, continuation=continuation)

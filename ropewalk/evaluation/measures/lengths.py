@@ -31,7 +31,7 @@ def lengths(data: Data, cfg: Config) -> Plan:
     """Return the measure of the loss on the same targets at every length."""
     # The same texts at every length; only how much of them is read before the targets differs.
     sets = data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=cfg.eval.sequences)
-    settings = length_settings(cfg) | {"texts": hash_texts(*(part.texts_hash for part in sets))}
+    settings = length_settings(cfg) | {"texts": hash_texts(*[part.texts_hash for part in sets])}
     jobs = []
     for part in sets:
         optimum = cache(partial(_optimum, data, part))  # computed once for all variants
@@ -41,7 +41,7 @@ def lengths(data: Data, cfg: Config) -> Plan:
 
 def _score(data: Data, part: EvalSet, optimum: Callable[[int], np.ndarray | None], score: Scorer) -> list[Measured]:
     sums = score(part)
-    if data.task:  # whose optimum nobody knows, so that no text is drawn for it
+    if data.task:  # measured by its errors alone, so that no text is drawn for an optimum
         return [sums.measured(part.length, texts=part, task=data.task, difficulty=part.name)]
     return [sums.measured(part.length, optimum=optimum(len(sums.nats)), texts=part)]
 
@@ -65,7 +65,8 @@ def by_position(data: Data, cfg: Config) -> Plan | None:
     if part is None:
         return None
     bins = torch.arange(length).chunk(BINS)
-    bin_of = torch.arange(length) // len(bins[0])  # of the bins only the last one may be narrower
+    # The bin of each position: all are as wide as the first, but the last one, which may be narrower.
+    bin_of = torch.arange(length) // len(bins[0])
 
     def run(score: Scorer) -> list[Measured]:
         sums = score(part, bin_of.expand(part.n, length), len(bins))
