@@ -306,7 +306,8 @@ class Training:
         row |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
         if validating:
             metrics_of(self.net.encodings)  # drops what the rehearsal and the measurements at eval.at have fed
-            row |= rows.validation_row(self.validate(), metrics_of(self.net.encodings))
+            validation = self.validate()  # feeds the metrics
+            row |= rows.validation_row(validation, metrics_of(self.net.encodings))
         distributed.on_rank_zero(lambda: run.append(row))
         logger.log(row)
         rows.show(row, self.cfg)

@@ -124,6 +124,6 @@ def answer(key: str, value: object = None) -> str:
     """Return what a foreign key, or a foreign value of a key of ours, is here, to be added to a message."""
     word = key.rpartition(".")[2]
     names = [key, word] if value is None else [f"{word}={value}", f"{word}={type(value).__name__}"]
-    # A key of ours that is written without its section has itself as the answer, which says nothing where it is right.
+    # FOREIGN["train_len"] is train_len: it helps whoever wrote trainer.train_len, and nobody else.
     answers = [FOREIGN[name] for name in names if name in FOREIGN and FOREIGN[name] != key]
     return f"; here it is so: {answers[0]}" if answers else ""

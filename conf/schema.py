@@ -254,8 +254,8 @@ class Config(Section):
         return sorted({round(ratio * self.train_len) for ratio in self.eval.lengths})
 
 
-# Keys in the files of older versions, each with the only value that is read: it did nothing, or what is done now; ...:
-# any value did nothing to the results.
+# Keys in the files of older versions, each with the only value that is accepted, which did nothing or is what is always
+# done now. `...`: any value is accepted, as none changed the results.
 GONE = {
     "data.lengths": None,
     "data.min_tokens": 0,

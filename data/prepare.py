@@ -164,7 +164,9 @@ def _prepared_folder(
                 unfinished.replace(folder)
     except OSError as error:
         place = f"data.cache_dir={prefix.parent}"
-        raise ValueError(f"the documents cannot be read, or what is prepared not written to {place}: {error}") from None
+        raise ValueError(
+            f"the documents cannot be read, or the prepared data cannot be written to {place}: {error}"
+        ) from None
     return folder
 
 

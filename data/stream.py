@@ -169,9 +169,9 @@ class TextData(Data):
             )
         # Shuffled, so that a few sequences are not all from documents whose names come first in the alphabet.
         order = feistel_permutation(np.arange(len(sizes)), len(sizes), [1, 2, 3, 4])
+        order = order[segments[order] > 0]  # there may be far more documents without a segment
         # First the first segment of each document that has one, then the second ones, and so on: otherwise one long
         # document could fill the set.
-        order = order[segments[order] > 0]  # there may be far more documents without one
         chosen: list[tuple[int, int]] = []  # (document, the token at which its segment ends)
         for turn in range(segments.max()):
             more = order[segments[order] > turn]  # the documents that have another segment

@@ -82,7 +82,7 @@ class Context:
 
     def block(self, start: int, stop: int, low: int = 0) -> "Context":
         """The context of queries start..stop-1 and of the keys from `low` up to the last of these queries."""
-        end = self.pos_k.size(0) - self.pos_q.size(0) + stop  # `stop` after the keys before the first query
+        end = self.pos_k.size(0) - self.pos_q.size(0) + stop  # keys before the first query, and `stop` more
         return replace(self, pos_q=self.pos_q[start:stop], pos_k=self.pos_k[low:end])
 
     @property
@@ -129,11 +129,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
     if ctx.window is not None and ctx.window >= n_keys and not ctx.has_gaps:
         ctx = replace(ctx, window=None)  # it hides nothing
     if bias is None and ctx.window is None:
-        # By one kernel without a mask.
+        # One kernel without a mask serves here.
         if n_queries == 1:  # the newest token sees every key
             return fused(q, k, v, ctx)
-        # A whole text; and the last piece of one, but on a GPU alone. Elsewhere, and compiled, PyTorch would make a
-        # mask of all pairs for it: there it is read in blocks, below.
+        # So it does for a whole text, and on a GPU for the last piece of one. Elsewhere, or compiled, PyTorch would
+        # make a mask of all pairs for a piece: it is read in blocks, below.
         reads_pieces = q.is_cuda and not torch.compiler.is_compiling()
         if n_queries == n_keys or reads_pieces:
             return fused(q, k, v, ctx, causal=True)
@@ -205,8 +205,8 @@ def fused_with_sinks(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, visible: 
     if visible is not None:
         visible = F.pad(visible, (1, 0), value=True)  # [Tq, 1 + Tk]
     if causal:
-        # A query for the additional key too, so that each of the others still sees its own keys, and a whole text stays
-        # one, which needs no mask. The result of that query is dropped.
+        # A query for the additional key too: a whole text then still has as many queries as keys, and needs no mask.
+        # The result of that query is dropped.
         q = F.pad(q, (0, 0, 1, 0))  # [B, H, 1 + Tq, D + extra]
     out = fused(q, k, v, replace(ctx, sinks=None), visible=visible, causal=causal)
     return out[:, :, int(causal) :, :-extra]  # without that query, if there is one, and the added channels

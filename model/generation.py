@@ -22,7 +22,7 @@ def generate(
 
     Args:
         max_new_tokens: at least 1.
-        temperature: divides the logits; at least 0, which takes the most probable token.
+        temperature: divides the logits; at least 0. With 0 the most probable token is taken.
         top_k: keep the k most probable tokens, at least 1.
         chunk: tokens of the prompt to read in one pass, which bounds the memory.
         encodings: one for each layer, instead of the network's own, as of `model.position.network.for_length`.

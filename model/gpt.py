@@ -216,7 +216,7 @@ class GPT(nn.Module):
         return self.loss(hidden, *reading.scored(targets))  # the targets of `hidden`, and what divides their sum
 
     def loss(self, hidden: Tensor, targets: Tensor, n_targets: Tensor) -> Tensor:
-        """Summed cross-entropies in nats of hidden states [B, T, C] and targets [B, T], by `n_targets`.
+        """The sum of the cross-entropies, in nats, of hidden states [B, T, C] and targets [B, T], over `n_targets`.
 
         Args:
             n_targets: number of targets that count, a scalar tensor: see `Reading.scored`.

@@ -68,10 +68,10 @@ def describe(folder: str | Path) -> dict[str, Any]:
     if version != FORMAT:
         raise ValueError(f"{path} has format {version!r}, this version reads {FORMAT}: use the version that wrote it")
     try:
-        return unsealed(description) | _checked(description)
+        return unsealed(description, remedy=": restore it") | _checked(description)
     # The file may have been edited by hand: without a key, or with a value of any type under it.
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; restore it") from None
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def _checked(description: Mapping[str, Any]) -> dict[str, Any]:

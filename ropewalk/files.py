@@ -89,13 +89,16 @@ def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, "checksum": _checksum(values)}
 
 
-def unsealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was `sealed`. Raises ValueError if it has changed. Values of older versions have no checksum."""
+def unsealed(values: Mapping[str, Any], remedy: str = "") -> dict[str, Any]:
+    """Return what was `sealed`. Values of older versions have no checksum.
+
+    Raises ValueError, whose message ends in the `remedy`: it has changed.
+    """
     # The caller's own values stay as they are.
     values = dict(values)
     recorded = values.pop("checksum", None)
     if recorded not in (None, _checksum(values)):
-        raise ValueError("its checksum is not that of its values")
+        raise ValueError(f"its checksum is not that of its values{remedy}")
     return values
 
 
@@ -104,7 +107,7 @@ def _checksum(values: Mapping[str, Any]) -> str:
 
 
 def append(path: Path, text: str) -> None:
-    """Add text to the end of a file. Raises OSError: the reason; that of a full disk does not name the file."""
+    """Add text to the end of a file. Raises OSError, which on a full disk does not name the file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
 

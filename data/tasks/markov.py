@@ -144,9 +144,9 @@ class Markov(Generated):
         losses = np.empty((n, length))
         log_stay = math.log1p(-self.switch) if self.switch < 1 else -math.inf
         # Column s: log-probability that the chain was drawn last just before symbol s, given all symbols so far. Each
-        # turn of the loop takes in one more column, which holds until then the log-probability of a draw there: of
-        # `switch`, but of 1 at the first symbol, where every chain begins. They stay logarithms, for the weight of a
-        # place may fall below the smallest float64 and rise again.
+        # turn of the loop takes in one more column, which holds until then the logarithm of the probability of a draw
+        # there: `switch`, but 1 at the first symbol, where every chain begins. They stay logarithms, for the weight of
+        # a place may fall below the smallest float64 and rise again.
         log_weights = np.full((n, length), math.log(self.switch))
         log_weights[:, 0] = 0
         n_context = np.zeros((n, length))

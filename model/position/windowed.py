@@ -84,7 +84,7 @@ class TrainingFree(Scaled, Rotary):
             for n in range(1, len(tables)):
                 scores = torch.where(zone == n, scores_in(n), scores)
 
-            # Added is 0, or -inf where the key is not seen: by `ctx.mask`, or since the zone is below 0.
+            # Adds 0, or -inf where a key is not seen: `ctx.mask` hides it, or its zone is below 0.
             scores = scores + torch.where(zone >= 0, ctx.mask(), -torch.inf)
             return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q_zones[0], v)
 

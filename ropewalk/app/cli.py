@@ -176,7 +176,10 @@ def recipe(config: DictConfig) -> str:
 
 
 def _search_path() -> list[str]:
-    """The overrides hydra.searchpath=..., by which a user's own folders count like conf/; none in Python use."""
+    """The overrides hydra.searchpath=..., by which a user's own folders count like conf/.
+
+    None before Hydra has composed a program, as in Python or when a sweep is planned.
+    """
     if not HydraConfig.initialized():
         return []
     return [override for override in HydraConfig.get().overrides.hydra if override.startswith("hydra.searchpath")]

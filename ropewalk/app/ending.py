@@ -16,9 +16,8 @@ def show_results(run: RunDir) -> None:
         "bits_per_byte": "bits per byte",
         "error": "% wrong",
     }
-    losses = [f"{validation[key]:.4f} {unit}" for key, unit in units.items() if validation[key] is not None]
-    texts = f"{validation['tokens']:,} tokens in windows of {validation['length']}"
-    print(f"validation loss {', '.join(losses)}, on {texts}")
+    loss = ", ".join(f"{validation[key]:.4f} {unit}" for key, unit in units.items() if validation[key] is not None)
+    print(f"validation loss {loss}, on {validation['tokens']:,} tokens in windows of {validation['length']}")
     speed = f"{record['seconds']:.0f} s: {record['tokens_per_s']:,.0f} tokens/s"
     print(f"trained {record['steps']} steps, {record['tokens']:,} tokens in {speed}")
     print(f"to look at: {page.write_beside(run.path)}")

@@ -192,7 +192,8 @@ def _run_of(cfg: Config, base: Options, fill: Callable[[GPT], Any], made_of: str
 def vocab_size(data: Data, base: Options) -> int:
     """Return the vocabulary size of a network that starts from the model `base`, if any.
 
-    The data may use fewer tokens than the model has. Raises ConfigError: the data have other tokens.
+    The data may use fewer tokens than the model has, and their tokenizer may have more special ones, which no text has.
+    Raises ConfigError: the data have other tokens.
     """
     if not base:
         return data.vocab_size

@@ -46,7 +46,7 @@ def resolve(values: Mapping[str, Any]) -> Config:
     if wanted is None:
         # Unless the user names encodings, YaRN reads the weights of RoPE. Of exactly this class: what can read RoPE's
         # weights may be wrong for those of a variant.
-        is_rope = cfg.pe.get("_target_") == "model.position.rotary.Rotary"
+        is_rope = cfg.pe.get("_target_") == "model.position.rotary.Rotary"  # a pattern has no _target_
         wanted = ["yarn"] if is_rope else []
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
 
@@ -182,7 +182,7 @@ def _rules_of_evaluation(cfg: Config, net: GPT) -> Rules:
 
 
 def _rules_of_training(cfg: Config, net: GPT) -> Rules:
-    """Stages leave steps after them, the start has what it needs, positions and windows fit, kernels and ranks too."""
+    """Stages leave steps for the last part, init_optimizer has a run, and positions, windows and ranks fit."""
     t = cfg.trainer
     positions_drawn = t.positions != "consecutive"
     in_stages = sum(stage.steps for stage in cfg.stages)
@@ -316,11 +316,11 @@ def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = Fal
     shapes = {name: p.shape for name, p in net.named_parameters()}
     old_shapes = {name: p.shape for name, p in old_net.named_parameters()}
     layers = zip(old_net.encodings, net.encodings, strict=True)
-    # Each layer keeps its encoding or drops it. One with parameters cannot be dropped: the shapes would differ.
+    # Each layer keeps its encoding or drops it. One with parameters cannot be dropped: they would be missing.
     only_drops = dropping and all(new.family in (old.family, NO_ENCODING) for old, new in layers)
     if shapes != old_shapes or (family != old_family and not only_drops):
         theirs = f"{trained['pe']['name']} ({old_family})"
         if family == old_family or only_drops:
-            theirs += ", whose parameters have other shapes"
+            theirs += ", which has other parameters"
         raise ConfigError(f"pe={pe['name']} ({family}) cannot read weights trained with {theirs}; {remedy}")
     return options

@@ -49,7 +49,7 @@ from ropewalk.training.distributed import is_rank_zero, rank_zero_only
 from ropewalk.training.provenance import provenance, source_state
 
 PATIENCE = 6  # seconds that a lock is waited for: workers of a killed process may hold it for five
-RESTORE = "restore it, or delete the run and train again"
+RESTORE = "restore it, or train again under another name"
 
 
 class Environment(BaseModel):
@@ -83,7 +83,7 @@ class RunDir:
         if not self.begun:
             raise ConfigError(f"{self.path} exists and is not a run: choose another name=...")
         refuse_links(self.path)
-        # A line for each key that keeps the run on the disk from being resumed.
+        # A line for each key because of which the run that lies here cannot be resumed.
         old = flatten(read_config(self.path))
         new = flatten(self.cfg.model_dump())
         # A run may end later, or earlier, but not before what it has trained. Without a checkpoint any number but 0
@@ -276,7 +276,8 @@ def read_environment(run: Path) -> Environment:
 def read_training(run: Path) -> dict[str, Any]:
     """Read training.json of a complete run: what `train.train_on` and `ropewalk.training.rows.record` put there.
 
-    Among it "steps", "tokens", "seconds", "tokens_per_s", and "validation", see `ropewalk.evaluation.loop.validate`.
+    Its keys include "steps", "tokens", "seconds", "tokens_per_s", and "validation", which is what
+    `ropewalk.evaluation.loop.validate` returned.
 
     Raises ConfigError: it is damaged.
     """
@@ -289,6 +290,7 @@ def read_config(run: Path) -> dict[str, Any]:
     """Read the configuration of a run, as plain values. Raises ConfigError if the file is damaged."""
     path = run / "config.yaml"
     with naming_damage(path, RESTORE):
+        # Parsed also for the defaults of fields that the run is older than.
         return parse(Config, without_gone(read_yaml(path))).model_dump()
 
 

@@ -136,7 +136,7 @@ def plan(overrides: Sequence[str]) -> list[RunDir]:
 def _swept_by_files(name: str, given: Sequence[Override]) -> Mapping[str, str]:
     """What the files that are chosen sweep, such as an experiment: {key: its values}."""
     # Composed without what is swept on the command line, and so without keys like pe.scale, which may belong to an
-    # encoding that is swept. Such keys choose no file. Those of Hydra name the user's folders.
+    # encoding that is swept. Such keys choose no file. But hydra.searchpath names the user's folders.
     unswept = [override for override in given if not override.is_sweep_override()]
     of_groups = [o for o in unswept if "." not in o.get_key_element() or o.is_hydra_override()]
     with composed(name, *[str(override.input_line) for override in of_groups]) as config:

@@ -113,7 +113,7 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def _sample(values: list[float], units: list[float]) -> Sample:
-    """Return the sums of each text in a file as a sample of one seed. Raises ValueError: they are of no sample."""
+    """Return the sums of each text in a file as a sample of one seed. Raises ValueError: they make none."""
     sample = Sample(np.array([values], dtype=float), np.array(units, dtype=float))
     if sample.units.shape != (len(values),) or not sample.units.sum() > 0:
         raise ValueError("a sample needs a value and a unit for each text, and units above 0")

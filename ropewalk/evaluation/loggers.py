@@ -139,8 +139,7 @@ class Tracker:
 
     def log(self, row: Mapping[str, Any]) -> None:
         # Trackers group metrics by what stands before the slash. Any of them can be an axis, train/seconds too.
-        values = {f"train/{name}": value for name, value in row.items() if "/" not in name and name != "step"}
-        values |= {name: value for name, value in row.items() if "/" in name}
+        values = {name if "/" in name else f"train/{name}": value for name, value in row.items() if name != "step"}
         self._each(lambda _, tracker: tracker.log_metrics(values, row["step"]))
 
     def publish(self) -> None:

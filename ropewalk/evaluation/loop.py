@@ -106,8 +106,8 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
             made.append(plan)
         elif asked is not None:  # cfg.eval holds for text and tasks alike: without a meaning it is no mistake there
             raise ConfigError(
-                f"measures: {name} has no meaning for these data or lengths (by_position needs text, far_copies also "
-                f"an eval.lengths beyond 1); leave it out"
+                f"measures: {name} has no meaning for these data or lengths (by_position and far_copies need "
+                f"text, far_copies also a length beyond train_len); leave it out"
             )
     return made
 

@@ -230,7 +230,7 @@ def _means_over_tasks(rows: Sequence[Row]) -> Iterator[Row]:
         of_tasks = [np.mean(depths, axis=0) for depths in tasks.values()]  # [1, T] each
         values = np.mean(of_tasks, axis=0)  # [1, T]
         mean = {"task": "mean", "part": "mean", "depth": math.nan, "length": length, "quantity": quantity, "unit": unit}
-        # Any row has the rest, the same in all: every task has as many texts, each is a document, none has an optimum.
+        # The rest is the same in all rows: every task has as many texts, each is a document, none has an optimum.
         yield rows[0] | mean | {"sample": Sample(values, np.ones(values.size)), "value": values.sum() / values.size}
 
 

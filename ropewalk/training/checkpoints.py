@@ -169,7 +169,7 @@ def _all_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _check(path: Path, expected: dict[str, Tensor]) -> None:
-    """Raise an error for the first thing that is wrong with a checkpoint of tensors that are shaped as `expected`."""
+    """Raise an error for the first thing that is wrong with a checkpoint, which should have tensors like `expected`."""
     # torch.load does not compare checksums: it would silently load a changed byte.
     with zipfile.ZipFile(path) as file:
         broken = file.testzip()

@@ -68,7 +68,7 @@ def install_kernels(encodings: Encodings, hardware: Hardware) -> Hardware:
     """
     if not hardware.kernels:
         return hardware
-    # Of each rank that cannot use them the reason; it is "" on the others.
+    # Why each rank cannot use them; "" from those that can.
     problems = [problem for problem in gather(plugins.kernels().problem(encodings, hardware.device)) if problem]
     if not problems:
         plugins.kernels().install(encodings)
@@ -189,8 +189,8 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     child = _is_child()
     if child:
         die_with_parent(int(os.environ[_PARENT]))
-    elif world > 1:  # `_is_child` reads it in the processes that Fabric starts
-        os.environ[_PARENT] = str(os.getpid())
+    elif world > 1:
+        os.environ[_PARENT] = str(os.getpid())  # for `_is_child`, in the processes that Fabric starts
     fabric = _make_fabric(trainer, hardware, world)
     if not dist.is_initialized():
         yield fabric

@@ -38,7 +38,7 @@ class Hardware:
         Raises:
             ValueError: the accelerator is not available, or the kernels that `kernels=True` asks for.
         """
-        # The device; of "auto" the fastest here: they are listed in this order.
+        # The device; for "auto" the first that is here, fastest first.
         is_here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
         available = [name for name, here in is_here.items() if here]
         device = available[0] if accelerator == "auto" else accelerator
@@ -56,7 +56,7 @@ class Hardware:
         if compile == "auto":
             compile = device == "cuda"
 
-        # Kernels; of "auto" where all of this holds.
+        # Kernels; for "auto" only if all of this holds.
         can_use_kernels = (
             device == "cuda"
             and not torch.version.hip

@@ -129,7 +129,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def assign(parameter: Tensor, whole: Tensor) -> None:
-    """Copy the values `whole` into a parameter, which may be a shard of them. Without communication."""
+    """Copy the values `whole` into a tensor, which may be a shard: each rank cuts its part, without communication."""
     whole = whole.to(parameter.device, parameter.dtype)
     if isinstance(parameter, DTensor):
         whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

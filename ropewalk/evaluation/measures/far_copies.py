@@ -86,12 +86,13 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
         whole = score(texts, group, 2 * octaves)
         baseline = nats_of_cut(score, texts, group, 2 * octaves, short)
         measured = []
-        # Only the groups that some text has targets in.
-        for i in np.flatnonzero(whole.tokens.any(axis=0)).tolist():
+        for i in range(2 * octaves):
+            if not whole.tokens[:, i].any():  # no text has targets in this group
+                continue
             octave, is_other = divmod(i, 2)
             span = (2**octave, 2 ** (octave + 1) - 1)
             continuation = "other" if is_other else "same"
-            part = whole.measured(length, int(i), baseline=baseline, texts=texts, span=span, continuation=continuation)
+            part = whole.measured(length, i, baseline=baseline, texts=texts, span=span, continuation=continuation)
             measured.append(part)
         return measured
 
