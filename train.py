@@ -141,8 +141,8 @@ class Training:
         self.plan = Plan(cfg, net)
         # Its `kernels` are False if any rank cannot use them.
         self.hardware = distributed.install_kernels(self.plan.encodings, hardware)
-        # With a `document_end` (data.documents=mask) documents are read apart, by `model.reading` or by kernels. Ranks
-        # that share a text bring a reading too. `ropewalk.app.resolve` refuses what does not go together.
+        # How all batches are read is decided here. With a `document_end` (data.documents=mask) documents are read
+        # apart, by kernels or else by `model.reading`. `ropewalk.app.resolve` has refused what does not go together.
         self.reader = distributed.reader_of(cfg.trainer, self.hardware, data.document_end, self.plan.encodings)
 
     def rehearse(self) -> None:

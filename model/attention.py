@@ -25,8 +25,8 @@ class Context:
 
     `model.position.layer` makes one for each encoding of a forward pass. Where a batch is not one text in each row, its
     reading puts an object of its own in the place of this one, with the methods `attend` and `earlier`. With packed
-    documents that is `model.reading.PackedContext`: it makes each document a row of its own, padded to one of a few
-    widths, and lets one of these contexts attend for each width. So no mask is needed between documents.
+    documents that is `model.reading.PackedContext`: it cuts the rows into documents, pads these to a few widths, and
+    calls `attend` of a context of this class for each width, whose rows are one document each. No mask is needed then.
     """
 
     pos_q: Tensor  # int64 [Tq]
@@ -129,11 +129,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
     if ctx.window is not None and ctx.window >= n_keys and not ctx.has_gaps:
         ctx = replace(ctx, window=None)  # it hides nothing
     if bias is None and ctx.window is None:
-        # One kernel without a mask serves here.
-        if n_queries == 1:  # the newest token sees every key
+        # One kernel without a mask serves for a single query, the newest token, which sees every key.
+        if n_queries == 1:
             return fused(q, k, v, ctx)
-        # So it does for a whole text, and on a GPU for the last piece of one. Elsewhere, or compiled, PyTorch would
-        # make a mask of all pairs for a piece: it is read in blocks, below.
+        # One serves for a whole text too, and on a GPU for the last piece of a text. Elsewhere, or compiled, PyTorch
+        # would make a mask of all pairs for a piece, so that pieces are read in blocks, below.
         reads_pieces = q.is_cuda and not torch.compiler.is_compiling()
         if n_queries == n_keys or reads_pieces:
             return fused(q, k, v, ctx, causal=True)

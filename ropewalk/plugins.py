@@ -52,7 +52,7 @@ def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
         ValueError: it is empty, lies elsewhere, cannot be imported, or is not such a class.
     """
     if not target:
-        raise ValueError(f"{group} needs a _target_, the name of its class: choose an option that has one")
+        raise ValueError(f"{group} needs a _target_, the name of its class: choose an option with one: {group}=NAME")
     # The package is checked before the import, since importing a module runs its code.
     module, _, name = MOVED.get(target, target).rpartition(".")
     packages = [home, "lab", *os.environ.get(PLUGINS, "").replace(",", " ").split()]

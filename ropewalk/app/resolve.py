@@ -321,6 +321,6 @@ def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = Fal
     if shapes != old_shapes or (family != old_family and not only_drops):
         theirs = f"{trained['pe']['name']} ({old_family})"
         if family == old_family or only_drops:
-            theirs += ", which has other parameters"
+            theirs += ", whose parameters have other names or shapes"
         raise ConfigError(f"pe={pe['name']} ({family}) cannot read weights trained with {theirs}; {remedy}")
     return options

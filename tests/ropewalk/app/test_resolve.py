@@ -28,5 +28,5 @@ def read(trained, wanted):
 )
 def test_options_that_change_the_parameters_cannot_read_them(trained, wanted):
     """They would be read under the new name all the same, since their names fit."""
-    with pytest.raises(ValueError, match="whose parameters have other shapes; fine-tune"):
+    with pytest.raises(ValueError, match="whose parameters have other names or shapes; fine-tune"):
         read(trained, wanted)
