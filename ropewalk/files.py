@@ -29,7 +29,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         ValueError: see `refuse_link`. A device would be replaced for the whole machine.
     """
     refuse_link(path)
-    # A name of its own for each writer: two programs may write the same page at once.
+    # A name of its own for each writer: two programs may write the same page at once. What a killed process leaves,
+    # `RunDir.create` and `checkpoints.prune` find by this pattern, ".*.tmp".
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     # Renaming is atomic, but only what is on the disk survives a machine that stops: the content is synced before the
     # rename, and the folder, which holds the new name, after it.

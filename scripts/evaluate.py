@@ -79,7 +79,8 @@ def main(args: Arguments) -> None:
 
 
 def measure_of(args: Arguments, asked: str | dict[str, Any]) -> str | Measure:
-    """A measure that was asked for: the name of one of the core's, or one made of its section or of its own options."""
-    if isinstance(asked, dict):
+    """What `loop.measure` takes for one entry of `measures`."""
+    if isinstance(asked, dict):  # a class, with its options
         return build(asked)
+    # The lab's have a section of their name in `Arguments`; the core's are named.
     return build(getattr(args, asked), asked) if asked in ("ruler", "reach") else asked

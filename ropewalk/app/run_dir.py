@@ -287,7 +287,7 @@ def read_training(run: Path) -> dict[str, Any]:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Read the configuration of a run, as plain values. Raises ConfigError if the file is damaged."""
+    """Read the configuration of a run, as plain values. Raises ConfigError, OSError: see `naming_damage`."""
     path = run / "config.yaml"
     with naming_damage(path, RESTORE):
         # Parsed also for the defaults of fields that the run is older than.
