@@ -85,7 +85,7 @@ class TrainingFree(Scaled, Rotary):
                 scores = torch.where(zone == n, scores_in(n), scores)
 
             # Adds 0, or -inf where a key is not seen: `ctx.mask` hides it, or its zone is below 0.
-            scores = scores + torch.where(zone >= 0, ctx.mask(), -torch.inf)
+            scores += torch.where(zone >= 0, ctx.mask(), -torch.inf)
             return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q_zones[0], v)
 
         return in_blocks(block, queries, [*keys, v], ctx)
