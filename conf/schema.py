@@ -315,7 +315,7 @@ def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, 
     for part in detail["loc"]:
         # A key of a section, or the number of a section in a list. A list of plain values is reported whole.
         is_key = isinstance(value, Mapping) and part in value
-        is_number = isinstance(value, list) and isinstance(part, int) and isinstance(value[part], Mapping)
+        is_number = isinstance(value, list) and part in range(len(value)) and isinstance(value[part], Mapping)
         # Other parts name alternatives of a union: they are no keys.
         if is_key or is_number:
             path.append(str(part))

@@ -134,8 +134,8 @@ def _pieces(path: Path, document_bytes: int | None) -> Iterator[bytes]:
         total = os.fstat(file.fileno()).st_size
         size = min(document_bytes or total, total) or 1
         for start in range(0, total, size):
-            # The document before has ended here: perhaps beyond `start`, but with a `size` that `TextFiles` allows not
-            # beyond start + size.
+            # The document before has ended here: perhaps beyond `start`, and beyond start + size only if `size` is
+            # smaller than `TextFiles` allows.
             position = file.tell()
             piece = file.read(max(0, start + size - position)) + file.readline(size)
             piece = _whole_characters(piece, file.peek(1)[:1])

@@ -73,6 +73,7 @@ def test_the_same_settings_replace_their_file_and_others_never_do(tmp_path):
         ({"more": 1}, "more"),
         ({"measured": [{"task": "text"}]}, "measured.0.length"),
         ({"measured": [text(1, 1.0).model_dump() | {"tokens": [1]}]}, "one entry for each text"),
+        ({"measured": [text(1, 1.0).model_dump() | {"span": [5]}]}, r"measured\.0\.span\.1 is missing"),
     ],
 )
 def test_damage_names_file_field_and_remedy(tmp_path, damage, field):
