@@ -18,6 +18,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from conf.files import sealed, write_json
 from conf.schema import Config
 from data.base import IGNORE_INDEX, Data, build_data
 from data.sampler import micro_batches
@@ -26,13 +27,13 @@ from model.gpt import GPT
 from model.position.network import Encodings, metrics_of
 from model.reading import Reading
 from model.size import flops_per_token, n_parameters
-from ropewalk.app.ending import show_results
 from ropewalk.app.init_from import load_weights, vocab_size
 from ropewalk.app.resolve import base_model, for_this_machine, original_len
-from ropewalk.app.run_dir import RunDir, check_identity
 from ropewalk.app.sweep import configure
-from ropewalk.evaluation import loggers, loop
-from ropewalk.files import sealed, write_json
+from ropewalk.evaluation import loop
+from ropewalk.report import loggers, page
+from ropewalk.run import processes
+from ropewalk.run.directory import RunDir, check_identity
 from ropewalk.training import checkpoints, distributed, rows
 from ropewalk.training.hardware import Hardware, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
@@ -57,7 +58,7 @@ def train(cfg: Config) -> None:
     cfg, hardware = for_this_machine(cfg)
     tune(hardware.device, deterministic=cfg.trainer.deterministic)
     with distributed.launch(cfg.trainer, hardware) as fabric:
-        show_results(train_on(fabric, cfg, hardware))
+        page.show_results(train_on(fabric, cfg, hardware))
 
 
 def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
@@ -114,10 +115,10 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
                 "tokenizer": identity,
                 "original_len": original_len(cfg, base),
             }
-            distributed.on_rank_zero(lambda: serialization.save(net, run.path, weights=weights, **description))
+            processes.on_rank_zero(lambda: serialization.save(net, run.path, weights=weights, **description))
             validation = training.validate()
             training.measure(run, progress.step)
-            if distributed.is_rank_zero():
+            if processes.is_rank_zero():
                 # training.json marks the run as complete, so it must be its last file. Trackers show costs from it.
                 record = size | rows.record(progress, cfg, training.hardware, validation)
                 write_json(run.path / "training.json", sealed(record))
@@ -162,7 +163,7 @@ class Training:
         """
         cfg = self.cfg
         progress = checkpoints.Progress()
-        if distributed.on_rank_zero(lambda: run.begun):
+        if processes.on_rank_zero(lambda: run.begun):
             progress = checkpoints.resume(run.checkpoints, self.net, self.optimizer)
             rows.check_rows(run, progress)
             print(f"continuing {run.path} after step {progress.step}")
@@ -199,7 +200,7 @@ class Training:
                 # What is due after this step. Signals and clocks differ among ranks, but stopping and saving take all
                 # of them: if one rank must, all do.
                 late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
-                stopping, late = distributed.any_rank(bool(signals), late)
+                stopping, late = processes.any_rank(bool(signals), late)
                 last = step == t.max_steps
                 validating = step % t.val_every == 0 or last
                 logging = step % t.log_every == 0 or step == 1 or validating
@@ -232,7 +233,7 @@ class Training:
                     break
 
             # Also after a signal during the last step or what followed it: all is saved, and measurements can wait.
-            stopped, interrupted = distributed.any_rank(bool(signals), "SIGINT" in signals)
+            stopped, interrupted = processes.any_rank(bool(signals), "SIGINT" in signals)
             if stopped:
                 reason = ", ".join(signals) or "another process was told to stop"
                 print(f"{reason}: stopped after step {progress.step}; rerun the same command to resume")
@@ -308,7 +309,7 @@ class Training:
             metrics_of(self.net.encodings)  # drops what the rehearsal and the measurements at eval.at have fed
             validation = self.validate()  # feeds the metrics
             row |= rows.validation_row(validation, metrics_of(self.net.encodings))
-        distributed.on_rank_zero(lambda: run.append(row))
+        processes.on_rank_zero(lambda: run.append(row))
         logger.log(row)
         rows.show(row, self.cfg)
         progress.rows += 1

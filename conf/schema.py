@@ -4,23 +4,19 @@ Each key is documented beside its default in the YAML files, and by --help. A co
 `ropewalk.app.resolve` fills in what is left open, and from then on everything reads the same values.
 """
 
-import difflib
 from bisect import bisect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from conf.errors import ConfigError, unknown_key
 from conf.foreign import answer
 
 # This package imports nothing of ours, so that every module may import the section that it reads.
 
 S = TypeVar("S", bound=BaseModel)
-
-
-class ConfigError(ValueError):
-    """A mistake in a configuration, with a line for each key that is wrong."""
 
 
 def _check_name(name: str) -> str:
@@ -333,35 +329,3 @@ def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, 
         return key, str(detail["ctx"]["error"])
     message = detail["msg"].replace("Input should", "it should").removeprefix("Value error, ")
     return key, f"{key}={value!r}: {message}{answer(key, value)}"
-
-
-def unknown_key(key: str, siblings: Iterable[str]) -> str:
-    """Return the message about a key that does not exist: what it is here, if other programs have it (`conf.foreign`).
-
-    Else it names the nearest of the keys `siblings`, which do exist, or all of them.
-    """
-    parent, dot, word = key.rpartition(".")
-    hint = answer(key) or nearest(word, siblings, parent + dot)
-    return f"{key}: there is no such key{hint}"
-
-
-def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return "; did you mean ...?" with the known word most like `word`, or else a list of all known words."""
-    words = [name for name in known if name != "_target_"]
-    close = difflib.get_close_matches(word, words, n=1)
-    if close:
-        return f"; did you mean {prefix}{close[0]}?"
-    if words:
-        return f"; there is: {', '.join(words)}"
-    return ""
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Join nested keys by dots: {"a": {"b": 1}} -> {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + str(key)] = value
-    return flat

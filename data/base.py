@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from conf import plugins
 from model.reading import IGNORE_INDEX as IGNORE_INDEX
-from ropewalk import plugins
 
 
 @dataclass(frozen=True)

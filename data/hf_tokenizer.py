@@ -12,8 +12,8 @@ import numpy as np
 import tokenizers
 import torch
 
+from conf.files import hub_folder, read_bytes, read_json
 from data.tokenizer import FILE_PATTERN, MAX_RANK, Tokenizer, panics_are_errors
-from ropewalk.files import hub_folder, read_bytes, read_json
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "special_tokens_map.json",

@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from conf.files import read_json, sealed, sha256, unsealed, whole_folder, write_json
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer
-from ropewalk.files import read_json, sealed, sha256, unsealed, whole_folder, write_json
 
 FORMAT = 7  # raised when the same documents and options give other files
 SAMPLED_BYTES = 2**27  # of a corpus, to train a vocabulary on

@@ -11,7 +11,7 @@ import numpy as np
 import tiktoken
 import torch
 
-from ropewalk.files import read_bytes, refuse_link
+from conf.files import read_bytes, refuse_link
 
 END = "<|endoftext|>"
 MAX_RANK = 2**22  # ids are below it: a larger one would take all memory, and no vocabulary has it

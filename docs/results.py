@@ -15,9 +15,9 @@ import pandas as pd
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from conf.files import write_text  # noqa: E402
 from docs import effects  # noqa: E402
 from ropewalk.evaluation.archive import write  # noqa: E402
-from ropewalk.files import write_text  # noqa: E402
 from ropewalk.report import frame, plot  # noqa: E402
 from ropewalk.report.answer import amount, percent  # noqa: E402
 from ropewalk.report.page import markdown_table  # noqa: E402

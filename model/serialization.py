@@ -9,10 +9,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from conf.files import read_json, refuse_link, sealed, sha256, unsealed, write_bytes, write_json
 from conf.schema import GPTConfig, parse, without_gone
 from model import position
 from model.gpt import GPT
-from ropewalk.files import read_json, refuse_link, sealed, sha256, unsealed, write_bytes, write_json
 
 FORMAT = 2
 LARGEST = 2**31  # no number of tokens is as large

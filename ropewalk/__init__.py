@@ -1,6 +1,6 @@
 """What surrounds the network, and Ropewalk's interface for Python: `import ropewalk`, then `ropewalk.load(...)`.
 
-The interface is in `ropewalk.api`; it is imported when one of its names is first used, so that `import ropewalk.files`
+The interface is in `ropewalk.api`; it is imported when one of its names is first used, so that `import conf.files`
 costs nothing.
 """
 

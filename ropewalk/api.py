@@ -20,8 +20,8 @@ from model.position.network import for_length
 from ropewalk.app import cli
 from ropewalk.app.init_from import opened
 from ropewalk.app.resolve import variants
-from ropewalk.app.run_dir import check_identity, data_options
 from ropewalk.report import frame, table
+from ropewalk.run.directory import check_identity, data_options
 
 MAX_LEN = 2**24  # tokens: the longest training length
 Seed = Annotated[int, Field(ge=0, lt=2**63)]

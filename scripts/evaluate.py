@@ -24,10 +24,10 @@ import ropewalk
 from conf.schema import Count, Precision, Section
 from ropewalk.app import init_from
 from ropewalk.app.cli import program
-from ropewalk.app.run_dir import check_identity, lock, read_environment
 from ropewalk.evaluation import loop, results
 from ropewalk.evaluation.measures.base import Measure, build
 from ropewalk.report import page
+from ropewalk.run.directory import check_identity, lock, read_environment
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware, tune
 

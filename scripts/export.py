@@ -19,8 +19,8 @@ from data.text import TextData
 from ropewalk import hf
 from ropewalk.app.cli import program
 from ropewalk.app.init_from import opened
-from ropewalk.app.run_dir import data_options
 from ropewalk.hf import tokenizers
+from ropewalk.run.directory import data_options
 
 
 class Arguments(Section):

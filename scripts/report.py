@@ -23,10 +23,11 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from conf.schema import ConfigError, Section
+from conf.errors import ConfigError
+from conf.files import printable, write_bytes, write_text
+from conf.schema import Section
 from ropewalk.app.cli import program
 from ropewalk.evaluation import archive
-from ropewalk.files import printable, write_bytes, write_text
 from ropewalk.report import frame, page, table
 
 Format = Literal["html", "md", "csv", "svg", "png", "pdf", "jsonl.gz"]

@@ -20,12 +20,12 @@ from typing import Any
 from pydantic import Field
 
 import ropewalk
+from conf.files import printable, read_text
 from conf.schema import Count, Section
 from model import serialization
 from model.position.network import for_length
 from ropewalk.app.cli import program
 from ropewalk.app.init_from import chosen_reader, opened
-from ropewalk.files import printable, read_text
 from ropewalk.training.hardware import Hardware
 
 

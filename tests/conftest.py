@@ -22,9 +22,9 @@ from model.gpt import GPT
 from model.position.layer import init_parameters, make_context
 from model.position.network import at_scale, view
 from ropewalk.app import cli
-from ropewalk.app.run_dir import RunDir, read_metrics
 from ropewalk.app.sweep import outcome, to_do
 from ropewalk.report import page
+from ropewalk.run.directory import RunDir, read_metrics
 
 os.environ["OMP_NUM_THREADS"] = "1"  # in each process, also of those that tests start: the order of sums depends on it
 torch.set_num_threads(1)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ropewalk.app.run_dir import read_metrics
-from ropewalk.training.checkpoints import path_of, steps_in
+from ropewalk.run.directory import read_metrics, steps_in
+from ropewalk.training.checkpoints import path_of
 
 # May differ: what a clock measured, the name, what tells one start of the program from another, and checksums of these.
 CLOCK = {

@@ -20,16 +20,16 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from conf.schema import ConfigError
-from ropewalk.training.checkpoints import steps_in
-from ropewalk.training.provenance import provenance
+from conf.errors import ConfigError
+from ropewalk.run.directory import steps_in
+from ropewalk.run.provenance import provenance
 
 sys.path.append(str(Path(__file__).parent))  # as pytest does
 from differences import contents, differences
 from process_helpers import On, kill, start
 
 # What writes: rows, checkpoints, JSON files and weights, all of which are synced and then renamed.
-WRITES = ("ropewalk.app.run_dir.append", "torch.save", "os.fsync", "os.replace")
+WRITES = ("ropewalk.run.directory.append", "torch.save", "os.fsync", "os.replace")
 
 
 def draw(rng: random.Random, seconds: float, starting: float) -> tuple[float | None, On | None]:

@@ -15,11 +15,11 @@ from process_helpers import On
 from safetensors.torch import load_file
 
 import ropewalk
+from conf.files import read_json
 from data.hf_tokenizer import BYTE_OF
 from ropewalk.app.init_from import train_values
-from ropewalk.app.run_dir import read_config
 from ropewalk.evaluation.results import load_all
-from ropewalk.files import read_json
+from ropewalk.run.directory import read_config
 from scripts import evaluate
 
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 import ropewalk
 import train as program
-from conf.schema import Config, flatten
+from conf.errors import flatten
+from conf.schema import Config
 from model.size import n_parameters
 from ropewalk.app.init_from import train_values
 from scripts import evaluate, export, report, sample

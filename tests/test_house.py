@@ -10,17 +10,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ("train.py", "conf", "data", "model", "ropewalk")
-# Statements without docstrings. A room that outgrows its budget leaves something out, or moves it to the lab.
+# Statements without docstrings, with a little slack above what they have. What outgrows them leaves something out, or
+# moves it to the lab.
 BUDGETS = {
-    "train.py": 210,
-    "model/gpt.py": 200,
-    "model/attention.py": 170,
-    "model": 1800,
-    "data": 1300,
-    "conf": 250,
-    "ropewalk": 4011,  # above what it should have: it must not grow
-    "scripts": 500,
-    "lab": 2600,
+    ("train.py",): 210,
+    ("model/gpt.py",): 200,
+    ("model/attention.py",): 170,
+    (*CORE, "hydra_plugins", "scripts", "docs"): 7_875,
+    ("lab",): 2_900,
+    ("tests",): 7_350,
 }
 
 
@@ -94,9 +92,9 @@ def circle(root: Path) -> list[str]:
 
 
 def over_budget(root: Path) -> dict[str, int]:
-    """The statements of each room that has more than its budget."""
-    counts = {room: sum(map(statements, files_of(root, room))) for room in BUDGETS}
-    return {room: count for room, count in counts.items() if count > BUDGETS[room]}
+    """The statements of those rooms that have more than their budget."""
+    counts = {rooms: sum(map(statements, files_of(root, *rooms))) for rooms in BUDGETS}
+    return {rooms: count for rooms, count in counts.items() if count > BUDGETS[rooms]}
 
 
 def missing_from_map(root: Path) -> list[str]:
@@ -134,7 +132,7 @@ def test_files_import_each_other_in_one_direction():
     assert circle(ROOT) == []
 
 
-def test_rooms_keep_their_budgets():
+def test_the_wholes_keep_their_budgets():
     assert over_budget(ROOT) == {}
 
 
@@ -163,7 +161,7 @@ def test_a_planted_circle_is_found(house):
 
 def test_a_planted_statement_too_many_is_found(house):
     (house / "train.py").write_text("x = 1\n" * 211)
-    assert over_budget(house) == {"train.py": 211}
+    assert over_budget(house) == {("train.py",): 211}
 
 
 def test_a_name_that_the_tree_lacks_and_a_room_that_the_map_lacks_are_found(tmp_path):

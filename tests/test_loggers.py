@@ -9,10 +9,9 @@ import pytest
 from differences import differences
 from process_helpers import On, power_cut
 
-from ropewalk.app.run_dir import read_metrics
-from ropewalk.evaluation import loggers
-from ropewalk.report import frame
+from ropewalk.report import frame, loggers
 from ropewalk.report.table import results as long_table
+from ropewalk.run.directory import read_metrics
 
 QUICK = ("pe=rope", "eval.by_position=false", "eval.far_copies=false", "eval.lengths=[1,2]")
 
@@ -81,7 +80,7 @@ def numbers(shown) -> dict:
 def test_every_row_is_shown_once_after_an_interruption(train, straight):
     """Rows between the last checkpoint and the crash come twice in time, but once in each tracker."""
     options = [*QUICK, "trainer.log_every=1", "trainer.val_every=6"]
-    with On("ropewalk.evaluation.loggers.Tracker.log", 4, power_cut), pytest.raises(RuntimeError, match="power cut"):
+    with On("ropewalk.report.loggers.Tracker.log", 4, power_cut), pytest.raises(RuntimeError, match="power cut"):
         train(*options, "logger=[tensorboard,wandb]")
 
     assert "after step 2" in train(*options, "logger=[tensorboard,wandb]").out

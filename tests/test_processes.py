@@ -11,7 +11,8 @@ from differences import differences, results
 from process_helpers import STEP, On, kill, terminated, together
 from safetensors.torch import load_file
 
-from ropewalk.training.checkpoints import path_of, steps_in
+from ropewalk.run.directory import steps_in
+from ropewalk.training.checkpoints import path_of
 from ropewalk.training.stop import INTERRUPTED, STOPPED
 
 # 7 sequences of validation are no multiple of two.
@@ -168,7 +169,7 @@ EXPLODES = ("trainer=fsdp", "optim.lr=1e30", "optim.warmup_steps=0", "optim.grad
 FAILURES = {  # what happens on both ranks, the options, and the message
     "not finite in shards": ([None, None], EXPLODES, "infinite or NaN in step 2"),
     "on the second": ([None, On(STEP, 3, lack_memory)], (), "no memory left"),
-    "on the first": ([On("ropewalk.app.run_dir.provenance", 1, lack_memory), None], (), "no memory left"),
+    "on the first": ([On("ropewalk.run.directory.provenance", 1, lack_memory), None], (), "no memory left"),
 }
 
 

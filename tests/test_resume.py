@@ -17,7 +17,7 @@ from process_helpers import STEP, On, kill, live
 from safetensors.torch import load_file, save_file
 
 from model.gpt import GPT
-from ropewalk.training.checkpoints import steps_in
+from ropewalk.run.directory import steps_in
 from ropewalk.training.stop import INTERRUPTED, STOPPED
 
 STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 3, train_len: 8, pe: {base: 500}}]"
@@ -40,7 +40,7 @@ MOMENTS = {
     "at a checkpoint": (TASK, [On("torch.save", 2, kill), On("ropewalk.training.checkpoints.prune", 2, kill)]),
     "at the start and at the end": (
         TASK,
-        [On("ropewalk.app.run_dir.provenance", 1, kill), On("train.write_json", 1, kill)],
+        [On("ropewalk.run.directory.provenance", 1, kill), On("train.write_json", 1, kill)],
     ),
 }
 

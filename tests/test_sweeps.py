@@ -10,11 +10,11 @@ from conftest import rows_of
 from differences import differences
 from process_helpers import On, power_cut, terminated
 
-from ropewalk.app.run_dir import read_config
 from ropewalk.app.sweep import plan, train_all
+from ropewalk.run.directory import read_config
 
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
-ROW = "ropewalk.app.run_dir.append"  # called five times in a run: call 8 is for step 3 of the second
+ROW = "ropewalk.run.directory.append"  # called five times in a run: call 8 is for step 3 of the second
 
 
 def test_each_job_is_the_run_that_it_would_be_alone(train, trained):

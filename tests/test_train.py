@@ -9,10 +9,10 @@ import torch
 from conftest import REPORT, rows_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ropewalk.app.run_dir import read_config
+from conf.files import read_json
 from ropewalk.evaluation.results import load_all
-from ropewalk.files import read_json
 from ropewalk.report import page
+from ropewalk.run.directory import read_config
 
 
 def test_the_files_of_a_run(train, monkeypatch):

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from conf import plugins
 from lab.benchmarks.measure import Passes, Row, compared
 from model import position
 from model.position import PositionEncoding, Shape
 from model.position.layer import init_parameters, make_context
 from model.position.windowed import TrainingFree
-from ropewalk import plugins
 from ropewalk.app import cli
 
 

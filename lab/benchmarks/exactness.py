@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from time import monotonic
 
-from conf.schema import ConfigError
+from conf.errors import ConfigError
 from lab.benchmarks import Options
 from lab.benchmarks.measure import begun, markdown
 from lab.kernels.check import checked, outcome_of

@@ -11,8 +11,8 @@ import torch
 from torch.profiler import profile
 from torch.utils.benchmark import Timer
 
+from ropewalk.run.provenance import provenance
 from ropewalk.training.hardware import Hardware, tune
-from ropewalk.training.provenance import provenance
 
 Passes = dict[str, Callable[[], Any]]  # "forward", and "both": forward and backward
 Row = dict[str, str]  # {heading of a column: cell}

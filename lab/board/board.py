@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from conf.schema import Config, ConfigError, Section, parse
+from conf.errors import ConfigError
+from conf.files import read_yaml, write_json, write_text
+from conf.schema import Config, Section, parse
 from data.base import build_data
 from lab.benchmarks.measure import interleave
 from lab.board import page, rules, trials
@@ -25,9 +27,8 @@ from model.gpt import GPT
 from model.position.network import max_len_of
 from model.size import n_parameters
 from ropewalk.app.cli import encoding, quoted
-from ropewalk.app.run_dir import read_file
-from ropewalk.files import read_yaml, write_json, write_text
-from ropewalk.training.provenance import provenance
+from ropewalk.run.directory import read_file
+from ropewalk.run.provenance import provenance
 
 TEXTS = ("data=markov", "data._target_=lab.board.texts.DrawnTexts")
 SWITCHES = (0.0, 0.01)  # of the two kinds of chains: data.switch

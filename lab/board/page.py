@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from conf.files import write_bytes
 from lab.benchmarks.measure import markdown as lines_of
 from lab.board.rules import IN_WORDS, Row, holder_of
-from ropewalk.files import write_bytes
 from ropewalk.report import plot
 
 LOWEST = -300.0  # percent: the bottom of the figure

@@ -8,14 +8,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from conf.schema import Config, ConfigError, flatten
+from conf.errors import ConfigError, flatten
+from conf.schema import Config
 from model.position.base import PositionEncoding
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import for_this_machine, resolve, resolve_encoding, with_variants
-from ropewalk.app.run_dir import FREE, RunDir
 from ropewalk.app.sweep import train_all
 from ropewalk.evaluation.measures.lengths import length_settings
 from ropewalk.evaluation.results import Row, load_all
+from ropewalk.run.directory import FREE, RunDir
 
 Losses = dict[int, Row]  # of one run, by length in tokens
 

@@ -7,12 +7,13 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from pydantic import Field
 
-from conf.schema import Config, ConfigError, Section
+from conf.errors import ConfigError
+from conf.files import read_json, write_json
+from conf.schema import Config, Section
 from data.base import build_data
 from lab.board import board, judge, trials
 from ropewalk.app.cli import encoding, quoted
-from ropewalk.app.run_dir import RunDir, lock
-from ropewalk.files import read_json, write_json
+from ropewalk.run.directory import RunDir, lock
 
 CODES = {"better": 0, "not separated": 3, "worse": 4}  # exit codes
 

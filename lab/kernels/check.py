@@ -23,6 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
+from conf import files
 from lab.kernels import cope, install, twins
 from lab.kernels.in_place import InPlace
 from model.position.base import PositionEncoding
@@ -30,7 +31,6 @@ from model.position.cope import CoPE
 from model.position.layer import init_parameters
 from model.position.network import view
 from model.reading import WHOLE
-from ropewalk import files
 
 LIMIT = 60.0  # seconds of a check
 LENGTHS = (192, 150)  # Triton compiles a kernel once for lengths that 16 divides, and once for others

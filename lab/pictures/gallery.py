@@ -9,12 +9,12 @@ from matplotlib.axes import Axes
 from pydantic import Field
 
 import ropewalk
+from conf.files import write_bytes, write_text
 from conf.schema import Count, Section
 from lab.pictures import pictures
 from model.position import Shape
 from model.position.rotary import Rotary
 from ropewalk.app.cli import encoding, encoding_names
-from ropewalk.files import write_bytes, write_text
 from ropewalk.report import plot
 
 Draw = Callable[[Axes], None]

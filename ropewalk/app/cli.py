@@ -26,7 +26,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.schema import ConfigError, S, parse, unknown_key
+from conf.errors import ConfigError, unknown_key
+from conf.schema import S, parse
 from ropewalk.app.explain import CONF_DIR, explain, help_text
 
 # Mistakes that a user can correct. They are reported without a traceback.

@@ -15,9 +15,9 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
+from conf.errors import flatten, nearest, unknown_key
+from conf.files import printable
 from conf.foreign import answer
-from conf.schema import flatten, nearest, unknown_key
-from ropewalk.files import printable
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 

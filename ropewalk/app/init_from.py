@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from conf.schema import Config, ConfigError
+from conf.errors import ConfigError
+from conf.files import read_json
+from conf.schema import Config
 from data.base import Data, build_data
 from data.text import TextData
 from model import serialization
@@ -26,8 +28,7 @@ from ropewalk.app.resolve import (
     variants,
     with_variants,
 )  # fmt: skip
-from ropewalk.app.run_dir import RunDir, data_options, find, read_environment
-from ropewalk.files import read_json
+from ropewalk.run.directory import RunDir, data_options, find, read_environment, steps_in
 from ropewalk.training import checkpoints
 from ropewalk.training.ranks import assign
 
@@ -125,7 +126,7 @@ def opened(run: str | Path, cache_dir: str = "prepared", step: int | None = None
         fill = partial(load_weights, base=base, partial=False)
         return _run_of(cfg, base, fill, made_of=hf.read_model(source).identity(), length=base["original_len"])
     path = find(source)
-    steps = checkpoints.steps_in(path / "checkpoints")
+    steps = steps_in(path / "checkpoints")
     if step is None and ((path / "training.json").is_file() or not steps):
         return path
     step = steps[-1] if step is None else step

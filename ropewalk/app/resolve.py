@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from conf.schema import Config, ConfigError, GPTConfig, Stage, parse
+from conf.errors import ConfigError
+from conf.schema import Config, GPTConfig, Stage, parse
 from data.base import build_data
 from data.sampler import micro_batch_size
 from model import position, serialization
@@ -21,7 +22,7 @@ from model.position.layer import check_length
 from model.position.network import at_scale, family_of, max_len_of, scales_of
 from ropewalk import hf
 from ropewalk.app.cli import encoding, literal
-from ropewalk.app.run_dir import RESTORE, naming_damage, read_config
+from ropewalk.run.directory import RESTORE, naming_damage, read_config
 from ropewalk.training.distributed import resolve_devices
 from ropewalk.training.hardware import Hardware
 

@@ -24,14 +24,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
-from conf.schema import Config, ConfigError, parse
+from conf.errors import ConfigError
+from conf.schema import Config, parse
 from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, plain
 from ropewalk.app.explain import explain
 from ropewalk.app.init_from import merged, train_values
 from ropewalk.app.resolve import for_this_machine, resolve
-from ropewalk.app.run_dir import RunDir
 from ropewalk.evaluation.loop import is_measured
-from ropewalk.training.distributed import die_with_parent, started_by
+from ropewalk.run.directory import RunDir
+from ropewalk.run.processes import die_with_parent, started_by
 from ropewalk.training.hardware import reset_peak_memory
 from ropewalk.training.stop import INTERRUPTED, STOPPED
 

@@ -15,9 +15,9 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel, Field, Json, create_model
 
-from conf.schema import ConfigError
+from conf.errors import ConfigError
+from conf.files import read_bytes, write_bytes
 from ropewalk.evaluation.statistics import Sample
-from ropewalk.files import read_bytes, write_bytes
 
 SUFFIX = ".jsonl.gz"
 # Places on one machine say nothing about a result.

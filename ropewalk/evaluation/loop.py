@@ -8,21 +8,23 @@ from typing import Any
 
 import torch
 
-from conf.schema import Config, ConfigError, nearest
+from conf.errors import ConfigError, nearest
+from conf.schema import Config
 from data.base import Data
 from model.gpt import GPT
 from model.position import Shape, build_encodings
 from model.position.network import Encodings, at_scale, max_len_of, scales_of, with_parameters_of
 from model.reading import Reader
-from ropewalk.app.run_dir import check_place
 from ropewalk.evaluation.measures.base import Measure, Plan
 from ropewalk.evaluation.measures.far_copies import far_copies
 from ropewalk.evaluation.measures.lengths import by_position, length_settings, lengths
 from ropewalk.evaluation.results import Evaluation, Measured, Variant, load_all
 from ropewalk.evaluation.scoring import Autocast, Scorer
+from ropewalk.run import processes
+from ropewalk.run.directory import check_place
+from ropewalk.run.provenance import provenance
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware
-from ropewalk.training.provenance import provenance
 from ropewalk.training.ranks import evaluating
 
 Readings = list[tuple[Variant, Encodings]]  # of the weights of one network
@@ -55,7 +57,7 @@ def validate(
     }
 
 
-@distributed.rank_zero_only
+@processes.rank_zero_only
 def is_measured(run: Path, cfg: Config) -> bool:
     """Return whether a complete run has all results that `cfg.eval` asks for, of its encoding and every variant."""
     final = [e for e in load_all(run) if e.step == cfg.trainer.max_steps]
@@ -193,11 +195,11 @@ def measure(
     Raises ValueError: as `plans` does.
     """
     if existing is None:
-        existing = distributed.on_rank_zero(lambda: load_all(run))
+        existing = processes.on_rank_zero(lambda: load_all(run))
     measures = plans(data, cfg, asked)
     reader = reader or Reader(data.document_end)
     variants = readings(net, cfg, hardware) if variants is None else variants
-    is_first = distributed.is_rank_zero()
+    is_first = processes.is_rank_zero()
     results: list[Evaluation] = []
     with evaluating(net):
         for variant, encodings in variants:

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import BaseModel, Field, model_validator
 
-from ropewalk.app.run_dir import read_file
+from conf.files import write_text
 from ropewalk.evaluation.statistics import Sample, by_document, grouping
-from ropewalk.files import write_text
+from ropewalk.run.directory import read_file
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 # The quantities. A longer reach is no merit by itself; it comes first in a table.
@@ -140,7 +140,7 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     variant: Variant
     # All settings that decide the texts: results for which they are equal can be compared text by text.
     eval: dict[str, Any]
-    # See `ropewalk.training.provenance`.
+    # See `ropewalk.run.provenance`.
     provenance: dict[str, str | bool | None]
     # Lengths that the encoding is not defined for.
     skipped: list[int] = []

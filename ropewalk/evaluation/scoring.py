@@ -15,6 +15,7 @@ from model.gpt import GPT
 from model.position.network import Encodings
 from model.reading import Reader
 from ropewalk.evaluation.results import Measured
+from ropewalk.run import processes
 from ropewalk.training import distributed
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 2**15, "mps": 2**13}  # read in one forward pass, about
@@ -137,7 +138,7 @@ class Scorer:
         sums = {first: values.cpu() for first, values in sums.items()}
 
         of_all_ranks: dict[int, Tensor] = {}
-        for of_rank in distributed.gather(sums):
+        for of_rank in processes.gather(sums):
             of_all_ranks |= of_rank
         # In the order of the texts, whatever rank has read them.
         in_order = [of_all_ranks[first] for first in sorted(of_all_ranks)]

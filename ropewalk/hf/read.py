@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conf.files import hub_folder, own_file, read_json
 from conf.schema import GPTConfig, parse
 from model.gpt import GPT
 from model.position import Shape, build_encodings
 from model.position.absolute import Learned
-from ropewalk.files import hub_folder, own_file, read_json
 from ropewalk.hf import rope
 from ropewalk.hf.architectures import ARCHITECTURES, Architecture
 

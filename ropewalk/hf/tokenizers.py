@@ -4,9 +4,9 @@ from pathlib import Path
 
 import tokenizers
 
+from conf.files import copy_files, read_json, write_json
 from data.hf_tokenizer import CHARACTER_OF, HFTokenizer, pre_tokenizer
 from data.tokenizer import Tokenizer
-from ropewalk.files import copy_files, read_json, write_json
 
 
 def write(encoder: Tokenizer, folder: Path) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conf.files import read_json, whole_folder, write_json, write_text
 from model import serialization
 from model.gpt import GPT
 from model.position import PositionEncoding
 from model.position.network import Encodings, at_scale, max_len_of, scales_of
 from model.position.rotary import Rotary
-from ropewalk.files import read_json, whole_folder, write_json, write_text
 from ropewalk.hf import rope
 from ropewalk.hf.architectures import ARCHITECTURES, Architecture
 from ropewalk.hf.read import library

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from conf.schema import ConfigError, flatten
-from ropewalk.app.run_dir import FREE, read_config, read_metrics, read_training
+from conf.errors import ConfigError, flatten
+from conf.files import printable, read_json, refuse_link
 from ropewalk.evaluation import archive
 from ropewalk.evaluation.results import Evaluation
-from ropewalk.files import printable, read_json, refuse_link
+from ropewalk.run.directory import FREE, read_config, read_metrics, read_training
 
 BEFORE, AFTER = "before training", "after training"  # readings of a run that starts from a model
 START = "model before "  # begins the name of the line of that model, which ends with the label of the run

@@ -13,13 +13,15 @@ from pathlib import Path
 
 import pandas as pd
 
+from conf.files import printable, write_text
 from conf.schema import Config
 from ropewalk.evaluation.results import Evaluation
-from ropewalk.files import printable, write_text
 from ropewalk.report import frame
 from ropewalk.report.answer import amount, answer, far_text, percent
 from ropewalk.report.frame import PROVENANCE, Runs
 from ropewalk.report.table import BEST_POSSIBLE, LEARNED, interval, losses_of_text, over_seeds, results
+from ropewalk.run.directory import RunDir, read_training
+from ropewalk.run.processes import rank_zero_only
 
 PAGE = "report.html"
 WIDTH = 100  # columns of a terminal
@@ -240,3 +242,21 @@ def write_beside(run: Path) -> Path:
         warnings.warn(f"{PAGE} was not written: {error}", stacklevel=2)
         return run
     return run / PAGE
+
+
+@rank_zero_only
+def show_results(run: RunDir) -> None:
+    """Print the results of a complete run, and write its page."""
+    show(run.path, run.cfg)
+    record = read_training(run.path)
+    validation = record["validation"]
+    units = {
+        "loss": "nats per token",
+        "bits_per_byte": "bits per byte",
+        "error": "% wrong",
+    }
+    loss = ", ".join(f"{validation[key]:.4f} {unit}" for key, unit in units.items() if validation[key] is not None)
+    print(f"validation loss {loss}, on {validation['tokens']:,} tokens in windows of {validation['length']}")
+    speed = f"{record['seconds']:.0f} s: {record['tokens_per_s']:,.0f} tokens/s"
+    print(f"trained {record['steps']} steps, {record['tokens']:,} tokens in {speed}")
+    print(f"to look at: {write_beside(run.path)}")

@@ -26,7 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
 
-from ropewalk.files import printable
+from conf.files import printable
 from ropewalk.report.frame import START
 from ropewalk.report.table import BEST_POSSIBLE, interval, losses_of_text, over_seeds
 

@@ -4,8 +4,6 @@ The content does not depend on the strategy or on the world size, so a run may b
 is saved: batches and dropout are functions of the seed and the step.
 """
 
-import os
-import re
 import sys
 import zipfile
 from pathlib import Path
@@ -15,11 +13,12 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
+from conf.files import atomic_write, printable
 from conf.schema import parse
 from model.gpt import GPT
 from model.serialization import renamed
-from ropewalk.files import atomic_write, printable
-from ropewalk.training.distributed import is_rank_zero, on_rank_zero, rank_zero_only
+from ropewalk.run.directory import steps_in
+from ropewalk.run.processes import is_rank_zero, on_rank_zero, rank_zero_only
 from ropewalk.training.ranks import assign, full_tensor
 
 _ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each parameter
@@ -44,14 +43,6 @@ class Progress(BaseModel, extra="forbid", strict=True):
 def path_of(folder: Path, step: int) -> Path:
     """The file of the checkpoint after `step` steps."""
     return folder / f"step={step}.ckpt"
-
-
-def steps_in(folder: Path) -> list[int]:
-    """The steps of all checkpoints in a folder, ascending. Files with other names are ignored."""
-    # Not `glob`, which finds nothing where this user may not read: such a run must not be trained anew.
-    files = os.listdir(folder) if folder.exists() else []
-    matches = [re.fullmatch(r"step=(\d{1,18})\.ckpt", name) for name in files]
-    return sorted(int(match[1]) for match in matches if match)
 
 
 def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,63 +1,40 @@
-"""The ranks of a run: one process, or one for each device that Fabric, torchrun or Slurm starts.
-
-Every rank runs the whole program. Only rank zero writes files and prints: `rank_zero_only` and `on_rank_zero` run a
-function there and give its result to all ranks. In a single process these functions cost nothing.
-"""
+"""Starting the processes of a run, and what they share: kernels, the reading of batches."""
 
 import contextlib
-import ctypes
 import functools
 import logging
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from conf import plugins
 from conf.schema import Trainer
 from data.sampler import micro_batch_size
 from model.position.network import Encodings
 from model.reading import Reader, Reading
-from ropewalk import plugins
+from ropewalk.run.processes import (
+    ANOTHER_FAILED,
+    PARENT,
+    die_with_parent,
+    gather,
+    is_child,
+    is_rank_zero,
+    rank,
+    started_by,
+    world_size,
+)
 from ropewalk.training.context_parallel import Shared
 from ropewalk.training.hardware import Hardware
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import Strategy
-
-R = TypeVar("R")
-_PARENT = "ROPEWALK_PARENT"  # process id of rank zero, set for the ranks that it starts
-ANOTHER_FAILED = 2  # exit code of a rank that ends because another one failed, which says why
-_on_rank_zero = False  # True inside a function that only rank zero runs
-
-
-def rank() -> int:
-    """This process's rank; 0 before the ranks have met."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world_size() -> int:
-    """Number of ranks; 1 before they have met."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def is_rank_zero() -> bool:
-    """True on the rank that writes files and prints."""
-    return rank() == 0
-
-
-def gather(value: R) -> list[R]:
-    """Return the values of all ranks, in rank order, on every rank. Values are pickled."""
-    values: list[Any] = [value] * world_size()
-    if dist.is_initialized():
-        dist.all_gather_object(values, value)
-    return values
 
 
 def install_kernels(encodings: Encodings, hardware: Hardware) -> Hardware:
@@ -77,44 +54,6 @@ def install_kernels(encodings: Encodings, hardware: Hardware) -> Hardware:
     return replace(hardware, kernels=not problems)
 
 
-def on_rank_zero(function: Callable[[], R]) -> R:
-    """Call `function` on rank zero only. Every rank gets its result, or ends if it fails. Calls may be nested."""
-    global _on_rank_zero
-    if not dist.is_initialized() or _on_rank_zero:
-        return function()
-    outcome: list[Any] = [False, None]  # succeeded, result
-    try:
-        if is_rank_zero():
-            _on_rank_zero = True
-            outcome = [True, function()]
-    finally:
-        # Broadcast also after an error: the other ranks must not wait for a result that will never come.
-        _on_rank_zero = False
-        dist.broadcast_object_list(outcome)
-    succeeded, result = outcome
-    if not succeeded:
-        raise SystemExit(ANOTHER_FAILED)
-    return result
-
-
-def rank_zero_only(function: Callable[..., R]) -> Callable[..., R]:
-    """Decorate a function that every rank calls: it runs on rank zero, and all ranks get its result."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> R:
-        return on_rank_zero(lambda: function(*args, **kwargs))
-
-    return wrapped
-
-
-def any_rank(*flags: bool) -> list[bool]:
-    """For each flag, True if it is set on any rank. The reduction is on the CPU, so no GPU waits."""
-    reduced = torch.tensor(flags, dtype=torch.int32)
-    if dist.is_initialized():
-        dist.all_reduce(reduced, dist.ReduceOp.MAX)
-    return [bool(flag) for flag in reduced.tolist()]
-
-
 def shared_batches(n: int, batch_size: int, context_parallel: int = 1) -> list[int | None]:
     """Divide `n` sequences, in batches of `batch_size`, among the ranks, of which `context_parallel` share a batch.
 
@@ -127,34 +66,6 @@ def shared_batches(n: int, batch_size: int, context_parallel: int = 1) -> list[i
     groups = world_size() // context_parallel
     starts += [None] * (-len(starts) % groups)  # padding, up to a multiple of `groups`
     return starts[rank() // context_parallel :: groups]
-
-
-class Launcher(NamedTuple):
-    """Who started the processes of this run."""
-
-    on_this_machine: int  # processes that it started here; 0 if nobody did, or Fabric
-    world_size: int  # processes on all machines; 1 if nobody did, or Fabric
-    rank: int  # of this process, also before the ranks have met
-
-
-def started_by() -> Launcher:
-    """Read from the environment who started this process."""
-    env = os.environ
-    if env.keys() >= {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "WORLD_SIZE"}:
-        return Launcher(int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]), int(env["RANK"]))
-    # SLURM_NTASKS says what a job has reserved. Only srun starts that many processes, and sets the other two.
-    in_step = env.keys() >= {"SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"}
-    if in_step and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # the second is Fabric's rule
-        on_this_machine = int(env.get("SLURM_NTASKS_PER_NODE") or env["SLURM_NTASKS"])
-        return Launcher(on_this_machine, int(env["SLURM_NTASKS"]), int(env["SLURM_PROCID"]))
-    # Fabric sets LOCAL_RANK for the processes that it starts.
-    return Launcher(on_this_machine=0, world_size=1, rank=int(env["LOCAL_RANK"]) if _is_child() else 0)
-
-
-def _is_child() -> bool:
-    """True if this process was started by Fabric's own launcher, in another process of this run."""
-    # `launch` puts the id of rank zero's process there, and the processes that it starts inherit it.
-    return os.environ.get(_PARENT, str(os.getpid())) != str(os.getpid())
 
 
 def resolve_devices(devices: int | str, *, device: str) -> int:
@@ -186,11 +97,11 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
             problem = f"trainer.{key}={divisor} does not divide the number of processes, {world}"
             raise ValueError(f"{problem}: {remedy}")
     micro_batch_size(trainer.batch_size, trainer.grad_accum_steps, world // trainer.context_parallel)
-    child = _is_child()
+    child = is_child()
     if child:
-        die_with_parent(int(os.environ[_PARENT]))
+        die_with_parent(int(os.environ[PARENT]))
     elif world > 1:
-        os.environ[_PARENT] = str(os.getpid())  # for `_is_child`, in the processes that Fabric starts
+        os.environ[PARENT] = str(os.getpid())  # for `is_child`, in the processes that Fabric starts
     fabric = _make_fabric(trainer, hardware, world)
     if not dist.is_initialized():
         yield fabric
@@ -288,11 +199,3 @@ def _fail(error: Exception) -> NoReturn:
     if isinstance(error, RuntimeError) and ("onnection" in str(error) or "remote process" in str(error)):
         raise ConnectionError("another process of this run has ended: its own message, if any, says why") from error
     raise error
-
-
-def die_with_parent(parent: int) -> None:
-    """Make this process end whenever the process `parent`, which started it, ends; at once if it has ended."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux only
-        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG, the signal when the parent ends
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)

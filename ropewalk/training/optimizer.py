@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from conf.schema import Optim
 from model.gpt import GPT
-from ropewalk.training.distributed import any_rank
+from ropewalk.run.processes import any_rank
 from ropewalk.training.ranks import full_tensor, local_tensor
 
 

@@ -9,9 +9,9 @@ from conf.schema import Config
 from data.base import Data
 from model.gpt import GPT
 from model.position.base import Scaled
-from ropewalk.app.run_dir import RunDir, read_metrics, read_training
+from ropewalk.run.directory import RunDir, read_metrics, read_training
+from ropewalk.run.processes import rank_zero_only, world_size
 from ropewalk.training.checkpoints import Progress
-from ropewalk.training.distributed import rank_zero_only, world_size
 from ropewalk.training.hardware import Hardware
 
 

@@ -5,7 +5,7 @@ import torch
 import yaml
 from conftest import ROOT
 
-from conf.schema import flatten
+from conf.errors import flatten
 from model.gpt import GPT
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import check, resolve

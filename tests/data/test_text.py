@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from conf import plugins
 from data import base as data
 from data.text import matching_files, read_files, stdlib_files
-from ropewalk import plugins
 
 
 def pieces_of(folder, content, document_bytes):

@@ -25,6 +25,7 @@ from torch._dynamo.utils import counters
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from conf.plugins import options_of
 from lab.benchmarks.measure import peak_memory
 from model import gpt, position
 from model.cache import Cache
@@ -33,7 +34,6 @@ from model.position import PositionEncoding
 from model.position.layer import make_context
 from model.position.network import max_len_of, scales_of, view
 from model.reading import Reading, packed
-from ropewalk.plugins import options_of
 
 TRAIN_LEN = 16
 LENGTH = 40  # beyond train_len, and within reach of a learned table at its default scale

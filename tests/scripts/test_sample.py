@@ -10,7 +10,7 @@ from conftest import pe_options
 from data.base import build_data
 from model import serialization
 from model.position.network import for_length
-from ropewalk.app.run_dir import read_config
+from ropewalk.run.directory import read_config
 from scripts import sample as program
 
 

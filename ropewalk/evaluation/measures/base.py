@@ -4,9 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from conf import plugins
 from conf.schema import Config, Section, parse
 from data.base import Data
-from ropewalk import plugins
 from ropewalk.evaluation.results import Measured
 from ropewalk.evaluation.scoring import Scorer
 

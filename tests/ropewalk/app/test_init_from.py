@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 import ropewalk
-from ropewalk.files import read_json
+from conf.files import read_json
 
 OPTIONS = ["pe=rope", "trainer.keep_checkpoints=9", "eval.variants=[]", "eval.lengths=[1]"]
 

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from conftest import build_gpt, pe_options
 from planted import Texts
 
+from conf.files import write_json
 from data.base import IGNORE_INDEX
 from ropewalk.evaluation import loop
 from ropewalk.evaluation.measures import lengths
 from ropewalk.evaluation.results import load_all
 from ropewalk.evaluation.scoring import Scorer
-from ropewalk.files import write_json
 from ropewalk.training.hardware import Hardware
 
 TOKEN_BYTES = torch.arange(50) % 4

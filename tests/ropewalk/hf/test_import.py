@@ -8,7 +8,7 @@ from conftest import edit, pe_options
 from hf_models import GPT2, SIZES, TOKENS, VOCAB, assert_both_ways, assert_same_logits, hf_model, network
 from safetensors.torch import load_file, save, save_file
 
-from ropewalk.files import copy_files
+from conf.files import copy_files
 from ropewalk.hf import read_model
 
 WINDOWS = dict(num_hidden_layers=3, layer_types=["sliding_attention"] * 2 + ["full_attention"], sliding_window=10)

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.schema import Optim
+from ropewalk.run.directory import steps_in
 from ropewalk.training import checkpoints
-from ropewalk.training.checkpoints import Progress, path_of, prune, steps_in
+from ropewalk.training.checkpoints import Progress, path_of, prune
 from ropewalk.training.optimizer import make_optimizer
 
 OPTIM = Optim(lr=0.1, min_lr_ratio=0.1, warmup_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)

@@ -5,7 +5,7 @@ import pytest
 from model.gpt import GPT
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import check
-from ropewalk.training.distributed import started_by
+from ropewalk.run.processes import started_by
 from ropewalk.training.plan import Plan
 
 RESERVED = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "", "SLURM_JOB_NAME": "mine"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from conf.schema import ConfigError
+from conf.errors import ConfigError
 from lab.measures.ruler import Ruler
 from ropewalk.evaluation.measures.base import build
 

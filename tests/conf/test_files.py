@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ropewalk.files import atomic_write, read_bytes, sealed, unsealed, write_text
+from conf.files import atomic_write, read_bytes, sealed, unsealed, write_text
 
 
 @pytest.fixture

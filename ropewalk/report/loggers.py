@@ -13,11 +13,11 @@ from typing import Any
 
 import pandas as pd
 
-from ropewalk.app.run_dir import RunDir, read_metrics
 from ropewalk.report import frame, page
 from ropewalk.report.answer import far_text
 from ropewalk.report.table import BEST_POSSIBLE, over_seeds, results
-from ropewalk.training.distributed import is_rank_zero
+from ropewalk.run.directory import RunDir, read_metrics
+from ropewalk.run.processes import is_rank_zero
 from ropewalk.training.stop import INTERRUPTED, STOPPED
 
 WANDB_COLUMNS = [

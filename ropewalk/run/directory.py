@@ -15,7 +15,9 @@ report.html           a page about the results
 
 import contextlib
 import json
+import os
 import platform
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -29,8 +31,8 @@ import yaml
 from filelock import FileLock, Timeout
 from pydantic import BaseModel
 
-from conf.schema import Config, ConfigError, S, flatten, parse, without_gone
-from ropewalk.files import (
+from conf.errors import ConfigError, flatten
+from conf.files import (
     append,
     copy_files,
     read_json,
@@ -44,9 +46,9 @@ from ropewalk.files import (
     write_json,
     write_text,
 )
-from ropewalk.training.checkpoints import steps_in
-from ropewalk.training.distributed import is_rank_zero, rank_zero_only
-from ropewalk.training.provenance import provenance, source_state
+from conf.schema import Config, S, parse, without_gone
+from ropewalk.run.processes import is_rank_zero, rank_zero_only
+from ropewalk.run.provenance import provenance, source_state
 
 PATIENCE = 6  # seconds that a lock is waited for: workers of a killed process may hold it for five
 RESTORE = "restore it, or train again under another name"
@@ -54,7 +56,7 @@ RESTORE = "restore it, or train again under another name"
 
 class Environment(BaseModel):
     run_id: str  # distinguishes this run from others of its name, here or elsewhere
-    starts: list[dict[str, Any]]  # see `ropewalk.training.provenance`
+    starts: list[dict[str, Any]]  # see `ropewalk.run.provenance`
 
 
 # Key prefixes that may change when a run is resumed. None of them changes what a step samples. World size, strategy,
@@ -194,6 +196,14 @@ class RunDir:
         rows = read_metrics(self.path) if self.metrics.is_file() else ()
         lines = [json.dumps(sealed(row)) + "\n" for row in rows if row["step"] <= step]
         write_text(self.metrics, "".join(lines))
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of all checkpoints in a folder, ascending. Files with other names are ignored."""
+    # Not `glob`, which finds nothing where this user may not read: such a run must not be trained anew.
+    files = os.listdir(folder) if folder.exists() else []
+    matches = [re.fullmatch(r"step=(\d{1,18})\.ckpt", name) for name in files]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 @contextlib.contextmanager

@@ -9,11 +9,10 @@ import subprocess
 import pytest
 from conftest import edit
 
-from ropewalk.app import run_dir
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import resolve
-from ropewalk.app.run_dir import RunDir, find, lock, read_config, read_metrics
-from ropewalk.training import provenance
+from ropewalk.run import directory, provenance
+from ropewalk.run.directory import RunDir, find, lock, read_config, read_metrics
 
 DATA = {"tokenizer": "bytes"}
 
@@ -41,7 +40,7 @@ def test_what_a_kill_left_behind_is_removed(make, tmp_path):
 
 def test_one_lock_for_all_that_write_into_a_run(make, run, tmp_path, monkeypatch):
     """Also by way of a link to it; who holds it compares again what may have changed since the first check."""
-    monkeypatch.setattr(run_dir, "PATIENCE", 0)
+    monkeypatch.setattr(directory, "PATIENCE", 0)
     link = tmp_path / "link"
     link.symlink_to(run.path)
     with run.lock():
@@ -154,7 +153,7 @@ def test_changes_to_the_source_are_recorded_with_new_files(make, tmp_path, monke
     """In a repository in place of ours. But for a corpus beneath the clone."""
     subprocess.run(["bash", "-ec", CLONE], cwd=tmp_path, check=True)
     monkeypatch.setattr(provenance, "ROOT", tmp_path / "project")
-    for module in (run_dir, provenance):  # without its cache
+    for module in (directory, provenance):  # without its cache
         monkeypatch.setattr(module, "source_state", provenance.source_state.__wrapped__)
     run = make()
     run.create(DATA)

@@ -1,0 +1,118 @@
+"""The processes of a run: one, or one for each device that Fabric, torchrun or Slurm starts.
+
+Every rank runs the whole program. Only rank zero writes files and prints: `rank_zero_only` and `on_rank_zero` run a
+function there and give its result to all ranks. In a single process these functions cost nothing.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import signal
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+R = TypeVar("R")
+PARENT = "ROPEWALK_PARENT"  # process id of rank zero, set for the ranks that it starts
+ANOTHER_FAILED = 2  # exit code of a rank that ends because another one failed, which says why
+_on_rank_zero = False  # True inside a function that only rank zero runs
+
+
+def rank() -> int:
+    """This process's rank; 0 before the ranks have met."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 before they have met."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_rank_zero() -> bool:
+    """True on the rank that writes files and prints."""
+    return rank() == 0
+
+
+def gather(value: R) -> list[R]:
+    """Return the values of all ranks, in rank order, on every rank. Values are pickled."""
+    values: list[Any] = [value] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
+
+
+def on_rank_zero(function: Callable[[], R]) -> R:
+    """Call `function` on rank zero only. Every rank gets its result, or ends if it fails. Calls may be nested."""
+    global _on_rank_zero
+    if not dist.is_initialized() or _on_rank_zero:
+        return function()
+    outcome: list[Any] = [False, None]  # succeeded, result
+    try:
+        if is_rank_zero():
+            _on_rank_zero = True
+            outcome = [True, function()]
+    finally:
+        # Broadcast also after an error: the other ranks must not wait for a result that will never come.
+        _on_rank_zero = False
+        dist.broadcast_object_list(outcome)
+    succeeded, result = outcome
+    if not succeeded:
+        raise SystemExit(ANOTHER_FAILED)
+    return result
+
+
+def rank_zero_only(function: Callable[..., R]) -> Callable[..., R]:
+    """Decorate a function that every rank calls: it runs on rank zero, and all ranks get its result."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> R:
+        return on_rank_zero(lambda: function(*args, **kwargs))
+
+    return wrapped
+
+
+def any_rank(*flags: bool) -> list[bool]:
+    """For each flag, True if it is set on any rank. The reduction is on the CPU, so no GPU waits."""
+    reduced = torch.tensor(flags, dtype=torch.int32)
+    if dist.is_initialized():
+        dist.all_reduce(reduced, dist.ReduceOp.MAX)
+    return [bool(flag) for flag in reduced.tolist()]
+
+
+class Launcher(NamedTuple):
+    """Who started the processes of this run."""
+
+    on_this_machine: int  # processes that it started here; 0 if nobody did, or Fabric
+    world_size: int  # processes on all machines; 1 if nobody did, or Fabric
+    rank: int  # of this process, also before the ranks have met
+
+
+def started_by() -> Launcher:
+    """Read from the environment who started this process."""
+    env = os.environ
+    if env.keys() >= {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "WORLD_SIZE"}:
+        return Launcher(int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]), int(env["RANK"]))
+    # SLURM_NTASKS says what a job has reserved. Only srun starts that many processes, and sets the other two.
+    in_step = env.keys() >= {"SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"}
+    if in_step and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # the second is Fabric's rule
+        on_this_machine = int(env.get("SLURM_NTASKS_PER_NODE") or env["SLURM_NTASKS"])
+        return Launcher(on_this_machine, int(env["SLURM_NTASKS"]), int(env["SLURM_PROCID"]))
+    # Fabric sets LOCAL_RANK for the processes that it starts.
+    return Launcher(on_this_machine=0, world_size=1, rank=int(env["LOCAL_RANK"]) if is_child() else 0)
+
+
+def is_child() -> bool:
+    """True if this process was started by Fabric's own launcher, in another process of this run."""
+    # `launch` puts the id of rank zero's process there, and the processes that it starts inherit it.
+    return os.environ.get(PARENT, str(os.getpid())) != str(os.getpid())
+
+
+def die_with_parent(parent: int) -> None:
+    """Make this process end whenever the process `parent`, which started it, ends; at once if it has ended."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG, the signal when the parent ends
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
