@@ -21,7 +21,7 @@ from ropewalk.evaluation.archive import write  # noqa: E402
 from ropewalk.report import frame, plot  # noqa: E402
 from ropewalk.report.answer import amount, percent  # noqa: E402
 from ropewalk.report.page import markdown_table  # noqa: E402
-from ropewalk.report.table import BEST_POSSIBLE, interval, by_length, over_seeds, results  # noqa: E402
+from ropewalk.report.table import BEST_POSSIBLE, by_length, interval, over_seeds, results  # noqa: E402
 
 PICTURE = "docs/gain.svg"
 BY_SEED = "by seed"  # in the place of a column: bits above the best possible loss of each seed, in their order

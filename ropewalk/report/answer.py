@@ -3,8 +3,8 @@
 It is about each line at the longest text, of a task in the difficulty that is worst there.
 
 1. Which line has the lowest loss, or the fewest errors. It is "best" only if all others are told apart from it and
-   have another number in the tables; otherwise those that are not are named. If all have the same number, nobody has the
-   lowest.
+   have another number in the tables; otherwise those that are not are named. If all have the same number, nobody has
+   the lowest.
 2. How many lines have each word, or that all have it; a word of at most three lines that not all have has their names.
 3. What the best possible predictor gains, and the share of the first line. Only if both gain.
 4. What the intervals cover, and which lines are not in the comparison.
@@ -28,7 +28,7 @@ from typing import Any
 import pandas as pd
 
 from ropewalk.report.frame import AFTER, START
-from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, by_length, interval, over_seeds
+from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, headline, interval, over_seeds, worst_part
 
 WORDS = {  # of several lines, and of one
     "better": ("gain", "gains"),
@@ -46,18 +46,14 @@ BEFORE = "the model before this training"
 def answer(table: pd.DataFrame) -> list[str]:
     """Return the answer of one section of a table, as plain text."""
     table = over_seeds(table)
-    rows = by_length(table)
-    if rows.empty:
-        rows = by_length(table, "error")
+    rows = headline(table)
     measured = rows[(rows.line != BEST_POSSIBLE) & rows.value.map(math.isfinite)]
     if measured.empty:
         return [] if rows.empty else ["No line has a finite loss."]
     # The longest text that a line of the final weights was measured at: where all lines end, or some fail.
     longest = measured.length.max()
     last = measured[measured.length == longest]
-    # By name where several parts are equally bad, so that the answer does not depend on the order of files.
-    part = last.groupby("part").value.max().idxmax()
-    last = last[last.part == part].sort_values("rank", kind="stable")
+    last = last[last.part == worst_part(last)].sort_values("rank", kind="stable")
     first = last.iloc[0]
     others = sorted(set(lines_of(table, first.quantity)) - set(last.line))
     if first.quantity == "error":
@@ -96,7 +92,8 @@ def lowest(last: pd.DataFrame) -> str:
         return f"{where} all {len(last)} lines have {shown.iloc[0]}{unit}: none is best"
     if not rivals:
         return f"{where} {first.line} is best, {number(first)}{unit}"
-    return f"{where} {first.line} has {what}, {number(first)}{unit}, but the difference to {listed(rivals)} is not significant"
+    close = f"the difference to {listed(rivals)} is not significant"
+    return f"{where} {first.line} has {what}, {number(first)}{unit}, but {close}"
 
 
 def reading_on(first: pd.Series) -> str:
@@ -180,7 +177,7 @@ def how_sure(last: pd.DataFrame) -> str:
     seeds = " to ".join(dict.fromkeys(map(str, (last.seeds.min(), last.seeds.max()))))
     if first.quantity == "error":
         return (
-            f"A seed learned the task with at most {LEARNED:g} % errors at the training length; a number is the median of"
+            f"A seed learned the task with at most {LEARNED:g} % errors at the training length; numbers are medians of"
             f" those that did, or of all if none did, with the range of several, over {texts}"
         )
     if last.seeds.max() == 1:
