@@ -58,9 +58,9 @@ def answer(table: pd.DataFrame) -> list[str]:
     others = sorted(set(lines_of(table, first.quantity)) - set(last.line))
     if first.quantity == "error":
         words = last.learned.ge(last.seeds).map({True: "learned", False: "partly"}).mask(last.learned == 0, "never")
-        sentences = [f"{lowest(last)}.", how_many(last, words)]
+        sentences = [f"{which(last)}.", how_many(last, words)]
     else:
-        sentences = [f"{lowest(last)}{reading_on(first)}."]
+        sentences = [f"{which(last)}{reading_on(first)}."]
         if first.length > first.cut:
             alone = len(last) == 1
             sentences.append(how_far(rows[rows.line == first.line]) if alone else how_many(last, last.verdict))
@@ -75,7 +75,7 @@ def lines_of(table: pd.DataFrame, quantity: str) -> list[str]:
     return rows.line.unique().tolist()
 
 
-def lowest(last: pd.DataFrame) -> str:
+def which(last: pd.DataFrame) -> str:
     """Say which line is best at the longest text, or which ones are not told apart."""
     first = last.iloc[0]
     where = f"At {first.length:,} tokens{times(first)}"
@@ -212,8 +212,8 @@ def number(row: Any, column: str = "value") -> str:
     """Return a number of a row of the long table with its interval in words; of an error the range over the seeds."""
     value, low, high = (getattr(row, name) for name in interval(column))
     if row.quantity == "error" and column == "value":
-        text = amount(value, digits=1)
-        return f"{text} ({low:.1f} to {high:.1f})" if math.isfinite(low) else text
+        text, lowest, highest = (amount(part, digits=1) for part in (value, low, high))
+        return text if lowest == highest else f"{text} ({lowest} to {highest})"
     is_difference = column != "value" or row.quantity == "gain"
     return amount(value, low, high, "+" if is_difference else "", digits(row))
 

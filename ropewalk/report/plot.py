@@ -363,10 +363,10 @@ def _draw(
         ax.errorbar(means.x, means.y, bars, **look, markersize=4.5, elinewidth=1.2)
         # What goes on beyond the axis, a line or an interval, ends in an arrow.
         reached = means[["y", "low", "high"]]
-        arrows = {"v": (low, reached.min(axis=1) < low), "^": (high, reached.max(axis=1) > high)}
-        for marker, (end, leaves) in arrows.items():
-            arrow = look | {"marker": marker, "linestyle": "", "clip_on": False}
-            ax.plot(means.x[leaves], np.full(leaves.sum(), end), **arrow, markersize=4.5)
+        beyond = {"v": (low, reached.min(axis=1) < low), "^": (high, reached.max(axis=1) > high)}
+        for marker, (border, leaves) in beyond.items():
+            for place in means.x[leaves]:
+                ax.plot(place, border, **look | {"marker": marker, "clip_on": False}, markersize=4.5)
         dots = of_line[of_line.seed.notna()]
         if len(dots) > len(means):
             ax.plot(dots.x, dots.y, **look | {"marker": ".", "linestyle": ""}, markersize=2.5, alpha=0.45)
