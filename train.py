@@ -8,7 +8,7 @@ python train.py --help                        every group and key
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
     from ropewalk.app.cli import run
 
-    run("train")
+    run("train", schema="conf.schema:Config")  # it checks the configuration, imports this file as `train`, calls `main`
 
 import time
 from collections.abc import Iterator
@@ -27,19 +27,20 @@ from model.gpt import GPT
 from model.position.network import Encodings, metrics_of
 from model.reading import Reading
 from model.size import flops_per_token, n_parameters
+from ropewalk.app.configure import configure
 from ropewalk.app.init_from import load_weights, vocab_size
 from ropewalk.app.resolve import base_model, for_this_machine, original_len
-from ropewalk.app.sweep import configure
 from ropewalk.evaluation import loop
+from ropewalk.evaluation.objective import objective
 from ropewalk.report import loggers, page
 from ropewalk.run import processes
 from ropewalk.run.directory import RunDir, check_identity
+from ropewalk.run.stop import INTERRUPTED, STOPPED, noting_signals
 from ropewalk.training import checkpoints, distributed, rows
 from ropewalk.training.hardware import Hardware, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from ropewalk.training.plan import Plan, draw_positions
 from ropewalk.training.ranks import Ranks, assign
-from ropewalk.training.stop import INTERRUPTED, STOPPED, noting_signals
 
 if TYPE_CHECKING:  # slow to import: `distributed.launch` does it, after the configuration is checked
     from lightning.fabric import Fabric
@@ -53,7 +54,7 @@ def train(cfg: Config) -> None:
 
     Raises:
         ValueError, OSError: with the remedy. Mistakes of a user are found before the run directory is touched.
-        SystemExit: stopped early, see `ropewalk.training.stop`.
+        SystemExit: stopped early, see `ropewalk.run.stop`.
     """
     cfg, hardware = for_this_machine(cfg)
     tune(hardware.device, deterministic=cfg.trainer.deterministic)
@@ -191,7 +192,7 @@ class Training:
         totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.ranks.fabric.device)
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
-        with noting_signals() as signals:
+        with noting_signals(t.time_limit) as signals:
             for step in range(progress.step + 1, t.max_steps + 1):
                 step_totals, norm = self.step(step, batches, self.plan.at(step))
                 totals += step_totals
@@ -328,5 +329,8 @@ class Training:
         )
 
 
-def main(composed: DictConfig) -> None:
-    train(configure(composed))
+def main(composed: DictConfig) -> float:
+    """Train the run that Hydra has composed from conf/train.yaml. Returns its `objective`, for a search."""
+    cfg = configure(composed)
+    train(cfg)
+    return objective(RunDir(cfg))

@@ -2,14 +2,18 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
 import torch
+from omegaconf import DictConfig
 from pydantic import ConfigDict, Field, validate_call
 from torch import Tensor
 
+from conf.options import encoding as options_of_encoding
+from conf.options import encoding_names
 from conf.schema import GPTConfig, parse
 from data.base import Data, build_data
 from model import position, serialization
@@ -17,18 +21,20 @@ from model.generation import generate
 from model.gpt import GPT
 from model.position import PositionEncoding, Shape, layer
 from model.position.network import for_length
-from ropewalk.app import cli
+from ropewalk.app.compose import composed
+from ropewalk.app.configure import configure
 from ropewalk.app.init_from import opened
 from ropewalk.app.resolve import variants
 from ropewalk.report import frame, table
-from ropewalk.run.directory import check_identity, data_options
+from ropewalk.run.directory import RunDir, check_identity, data_options
+from ropewalk.run.stop import INTERRUPTED
 
 MAX_LEN = 2**24  # tokens: the longest training length
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 # Decorates a function: arguments of other types than its signature says are a ValueError, which lists them.
 checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False))
 
-encodings = cli.encoding_names
+encodings = encoding_names
 
 
 class Model:
@@ -192,6 +198,34 @@ def runs(
     return table.results(loaded, reference)
 
 
+def train(*overrides: str, config: DictConfig | None = None) -> Path:
+    """Train, evaluate and report a run in this process, or resume it, as `python train.py` does with these overrides.
+
+    Args:
+        overrides: those of the command line, such as "pe=yarn" and "trainer.max_steps=100".
+        config: instead of overrides: what a Hydra program of your own has composed from conf/train.yaml.
+
+    Returns:
+        The directory of the run.
+
+    Raises:
+        ValueError: a mistake, with the remedy, before anything is written.
+        KeyboardInterrupt: after Ctrl-C, and a checkpoint. The same call resumes.
+        SystemExit: after another signal, and a checkpoint.
+    """
+    from train import train as train_run
+
+    with composed("train", *overrides) if config is None else nullcontext(config) as chosen:
+        cfg = configure(chosen)
+    try:
+        train_run(cfg)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            raise KeyboardInterrupt from None
+        raise
+    return RunDir(cfg).path
+
+
 @checked
 def encoding(
     name: str, *, n_head: int, head_dim: int, train_len: Annotated[int, Field(ge=1, le=MAX_LEN)],
@@ -208,7 +242,7 @@ def encoding(
 
     Raises ValueError: no such encoding or option, a bad value, or a pattern over layers.
     """
-    chosen = cli.encoding({"pe": name, **options})
+    chosen = options_of_encoding({"pe": name, **options})
     if "pattern" in chosen:
         parts = {key: part["name"] for key, part in position.parts(chosen).items()}
         raise ValueError(f"{name} is a pattern over layers: build its parts, one for each layer: {parts}")

@@ -22,7 +22,7 @@ import torch
 
 import ropewalk
 from conf.schema import Count, Precision, Section
-from ropewalk.app import init_from
+from ropewalk.app import configure, init_from
 from ropewalk.app.cli import program
 from ropewalk.evaluation import loop, results
 from ropewalk.evaluation.measures.base import Measure, build
@@ -51,7 +51,7 @@ def main(args: Arguments) -> None:
     # Locked until the end, so that nobody trains the run further between what is read here and what is written.
     with lock(path):
         run_id = read_environment(path).run_id
-        cfg = init_from.evaluation(path, args.pe)
+        cfg = configure.evaluation(path, args.pe, args.eval)
         # What was trained with kernels is read with them where they run.
         hardware = Hardware.resolve(
             accelerator=args.device, precision=args.precision or cfg.trainer.precision,

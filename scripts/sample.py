@@ -25,7 +25,8 @@ from conf.schema import Count, Section
 from model import serialization
 from model.position.network import for_length
 from ropewalk.app.cli import program
-from ropewalk.app.init_from import chosen_reader, opened
+from ropewalk.app.configure import chosen_reader
+from ropewalk.app.init_from import opened
 from ropewalk.training.hardware import Hardware
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import ropewalk
 from conf.files import read_json
 from data.hf_tokenizer import BYTE_OF
-from ropewalk.app.init_from import train_values
+from ropewalk.app.configure import train_values
 from ropewalk.evaluation.results import load_all
 from ropewalk.run.directory import read_config
 from scripts import evaluate

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from conf.errors import ConfigError
 from conf.files import read_yaml, write_json, write_text
+from conf.options import encoding
 from conf.schema import Config, Section, parse
 from data.base import build_data
 from lab.benchmarks.measure import interleave
@@ -26,7 +27,7 @@ from lab.board.rules import Measured, Verdict
 from model.gpt import GPT
 from model.position.network import max_len_of
 from model.size import n_parameters
-from ropewalk.app.cli import encoding, quoted
+from ropewalk.app.compose import quoted
 from ropewalk.run.directory import read_file
 from ropewalk.run.provenance import provenance
 

@@ -36,16 +36,9 @@ def reading_of(encodings: Iterable[PositionEncoding], end: int) -> Reading | Non
     Args:
         end: the token that ends a document.
     """
-    from lab.kernels.in_place import InPlace
+    from lab.kernels.in_place import InPlace, all_read_in_place
 
     return InPlace(end) if all_read_in_place(encodings) else None
-
-
-def all_read_in_place(encodings: Iterable[PositionEncoding]) -> bool:
-    """Whether these encodings are all twins that can read packed documents where they are."""
-    from lab.kernels.twins import reads_in_place
-
-    return all(is_twin(pe) and reads_in_place(pe) for pe in encodings)
 
 
 def is_twin(pe: PositionEncoding) -> bool:

@@ -7,12 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.kernels import all_read_in_place
 from model.attention import Context, shifts
 from model.cache import Cache
 from model.position.base import PositionEncoding
 from model.position.layer import make_context, temperature_of
 from model.reading import Contexts, Reading, packed
+
+
+def all_read_in_place(encodings: Iterable[PositionEncoding]) -> bool:
+    """Whether these encodings are all twins that can read packed documents where they are."""
+    return all(getattr(pe, "reads_in_place", False) for pe in encodings)
 
 
 class InPlace(Reading):

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton import next_power_of_2
 
-from lab.kernels import is_twin
 from lab.kernels.in_place import PlacedContext
 from lab.kernels.operator import attention
 from lab.zoo.nape import NAPE
@@ -165,7 +164,7 @@ def reads_in_place(pe: PositionEncoding) -> bool:
 
     What its layers compute must depend on distances alone, and be computed by kernels.
     """
-    cls = specification(pe) if is_twin(pe) else type(pe)
+    cls = specification(pe) if getattr(pe, "is_twin", False) else type(pe)
     return bias_of(cls) is not None and has_kernel(pe) and cls not in DEPENDS_ON_LENGTH
 
 
@@ -178,6 +177,7 @@ def specification(pe: PositionEncoding) -> type[PositionEncoding]:
 def twin_of(cls: type[PositionEncoding]) -> type[PositionEncoding]:
     """A class like `cls`, of the same name, that attends by kernels."""
     methods: dict[str, Any] = {"attend": attend, "is_twin": True, "__module__": cls.__module__}
+    methods["reads_in_place"] = property(reads_in_place)
     if cls is FIRE:
         methods["tables"] = segments
     return type(cls.__name__, (cls,), methods)

@@ -1,6 +1,6 @@
-"""Starting from a trained model: its configuration lies beneath the user's choices, merged by Hydra; its weights."""
+"""A trained model to start from or to read: a run of its own, if it is none yet, and its weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,98 +15,12 @@ from data.text import TextData
 from model import serialization
 from model.gpt import GPT
 from ropewalk import hf
-from ropewalk.app.cli import TRAIN, composed, encoding, plain, quoted, recompose
-from ropewalk.app.resolve import (
-    Options,
-    base_model,
-    check,
-    load_config,
-    original_len,
-    readable,
-    resolve,
-    shared_options,
-    variants,
-    with_variants,
-)  # fmt: skip
+from ropewalk.app.compose import quoted
+from ropewalk.app.configure import train_values
+from ropewalk.app.resolve import Options, base_model, check, load_config, original_len, resolve
 from ropewalk.run.directory import RunDir, data_options, find, read_environment, steps_in
 from ropewalk.training import checkpoints
 from ropewalk.training.ranks import assign
-
-
-def train_values(*overrides: str) -> dict[str, Any]:
-    """The values of train.py's command line with these overrides, not yet checked."""
-    with composed(TRAIN, *overrides) as config:
-        return merged(plain(config))
-
-
-def merged(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that Hydra has composed, over those of the model that `init_from` names, if any.
-
-    From that model come its architecture, encoding and tokenizer, unless the user chose others, and the options that
-    both encodings have, but for the scale.
-
-    Raises ValueError: there is no such model, a choice contradicts its weights, or they belong to another family of
-    encodings.
-    """
-    if values["init_from"] is None:
-        return values | {"pe": encoding(values.get("pe", {}))}
-    source = str(values["init_from"])
-    base = base_model(source)
-    groups = {"model": base["model"], "pe": base["pe"]}
-    # Which encoding is chosen decides which options it shares with the base model's: so Hydra composes twice.
-    chosen = recompose({}, groups).get("pe", {})
-    beneath = {
-        "pe": shared_options(base, encoding(chosen)),
-        "data": _tokenizer_of(source, values["data"]),
-    }
-    if not values["trainer"]["max_steps"]:  # without training the weights stay those of their own length
-        beneath["train_len"] = base["train_len"]
-    values = recompose(beneath, groups)
-    values["pe"] = encoding(values["pe"])
-    if not values["init_partial"]:
-        _check_fit(source, base, values)
-    return values
-
-
-def _tokenizer_of(source: str, data: Options) -> dict[str, Any]:
-    """The tokenizer of the model `source`, for data that have one."""
-    if source.startswith("hf:"):
-        theirs: Options = {"tokenizer": source}
-    else:
-        theirs = data_options(find(source), cache_dir="")  # of which only the tokenizer is used
-    return {key: value for key, value in theirs.items() if key == "tokenizer" and key in data}
-
-
-def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless the weights of the model `base` fit the network that `values` describe."""
-    for key, value in values["model"].items():
-        theirs = base["model"].get(key)
-        if value != theirs and key not in ("dropout", "init_std"):  # another value of these fits the same weights
-            remedy = "leave it out, or take what fits with init_partial=true"
-            raise ConfigError(f"model.{key}={value} contradicts {source}, which has {theirs}: {remedy}")
-    readable(base, values["pe"], remedy="init_partial=true starts from them all the same", dropping=True)
-
-
-def evaluation(path: Path, pe: Options | None) -> Config:
-    """Return the configuration of the run at `path`, with the `eval` of the command line over its own.
-
-    With `pe`, which the command line chose, that encoding is the only variant. Raises ValueError: the run is damaged,
-    or an encoding cannot read its weights.
-    """
-    trained = serialization.describe(path)
-    values = load_config(path).model_dump()
-    # What is read is the network of model.json, which carries a checksum.
-    values |= {key: trained[key] for key in ("model", "pe", "train_len")}
-    asked = recompose({"eval": values["eval"]}, {})
-    cfg = check(values | {"eval": asked["eval"], "runs_dir": str(path.parent), "name": path.name})
-    wanted = [chosen_reader(trained, pe)] if pe else cfg.eval.variants or []
-    return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
-
-
-def chosen_reader(trained: Options, pe: Options) -> dict[str, Any]:
-    """The encoding `pe` of a program's command line, as one of the `variants` of a trained model."""
-    values = recompose({"pe": shared_options(trained, encoding(pe))}, {})
-    return variants(trained, [encoding(values["pe"])])[0]
 
 
 def opened(run: str | Path, cache_dir: str = "prepared", step: int | None = None) -> Path:

@@ -64,7 +64,7 @@ class Environment(BaseModel):
 FREE = (
     "name", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices",
     "trainer.replicas", "trainer.context_parallel", "trainer.checkpoint", "trainer.deterministic",
-    "trainer.keep_checkpoints", "data.cache_dir",
+    "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir", "objective",
 )  # fmt: skip
 
 

@@ -21,7 +21,6 @@ from model.reading import Reader, Reading
 from ropewalk.run.processes import (
     ANOTHER_FAILED,
     PARENT,
-    die_with_parent,
     gather,
     is_child,
     is_rank_zero,
@@ -29,6 +28,7 @@ from ropewalk.run.processes import (
     started_by,
     world_size,
 )
+from ropewalk.run.stop import die_with_parent
 from ropewalk.training.context_parallel import Shared
 from ropewalk.training.hardware import Hardware
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from conftest import snapshot, train_here
 
+from conf.options import encoding
 from lab.board import board, page, rules, trials
 from model.gpt import GPT
 from model.position.rotary import Rotary
 from model.size import n_parameters
-from ropewalk.app.cli import encoding
 from scripts import enter as program
 
 MINE = '''"""RoPE, as somebody writes it who has another idea."""
@@ -51,7 +51,7 @@ def entries(tmp_path, monkeypatch):
     monkeypatch.setattr(rules, "FEW", 2)
     monkeypatch.setattr(rules, "MANY", 3)
     monkeypatch.setattr(rules, "PROMISING", 0.0)
-    monkeypatch.setattr("train.show_results", lambda run: 0.0)
+    monkeypatch.setattr("train.page.show_results", lambda run: 0.0)
     monkeypatch.setattr(trials, "train_all", train_here)
     monkeypatch.setenv("ROPEWALK_PLUGINS", "board")
     monkeypatch.syspath_prepend(tmp_path)

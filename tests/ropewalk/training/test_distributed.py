@@ -3,7 +3,7 @@
 import pytest
 
 from model.gpt import GPT
-from ropewalk.app.init_from import train_values
+from ropewalk.app.configure import train_values
 from ropewalk.app.resolve import check
 from ropewalk.run.processes import started_by
 from ropewalk.training.plan import Plan
