@@ -1,7 +1,7 @@
 # The runs of docs/log/causes.md: two minutes of one CPU core each, 60 in all. Finished runs are skipped: run it again to
 # resume. They are four cells of docs/log/qk_norm.sh with other seeds.
 set -euf
-for seed in ${SEEDS:-5 6 7 8 9 10 11 12 13 14 15 16 17 18 19}; do
+for seed in ${SEEDS-5 6 7 8 9 10 11 12 13 14 15 16 17 18 19}; do
     for cell in rope p_rope rope-ssmax p_rope-ssmax; do
         with="pe=${cell%-ssmax}"
         if [ ${cell%-ssmax} = p_rope ]; then with="$with pe.proportion=auto"; fi

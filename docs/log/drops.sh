@@ -5,7 +5,7 @@ train() {
     ${TRAIN:-python train.py} experiment=markov eval.by_position=false eval.variants=[] 'eval.lengths=[1,8]' \
         runs_dir=runs/drops "$@"
 }
-for seed in ${SEEDS:-0 1 2}; do
+for seed in ${SEEDS-0 1 2}; do
     train pe=rope seed=$seed name=rope-s$seed
     for steps in 400 1600 6400; do
         for pe in nope rope; do

@@ -16,8 +16,8 @@ options() { # of an arm
 }
 
 if [ "${1:-}" = rates ]; then
-    for seed in ${SEEDS:-100 101}; do
-        for arm in ${ARMS:-constant fitted slopes fox kerple}; do
+    for seed in ${SEEDS-100 101}; do
+        for arm in ${ARMS-constant fitted slopes fox kerple}; do
             for rate in 1.5e-3x1 3e-3x1 6e-3x1 3e-3x10; do
                 for switch in 0.0 0.01; do
                     train $(options $arm) seed=$seed data.switch=$switch optim.lr=${rate%x*} optim.pe_lr_scale=${rate#*x} \
@@ -28,14 +28,14 @@ if [ "${1:-}" = rates ]; then
     done
     exit
 fi
-for seed in ${SEEDS:-0 1 2 3 4}; do
-    for arm in ${ARMS:-constant slopes fitted tenfold}; do
+for seed in ${SEEDS-0 1 2 3 4}; do
+    for arm in ${ARMS-constant slopes fitted tenfold}; do
         train $(options $arm) seed=$seed runs_dir=runs/gates name=$arm-s$seed
         train $(options $arm) seed=$seed data.switch=0.01 runs_dir=runs/gates_switch name=$arm-s$seed
     done
 done
 # The others have five seeds in docs/log/markov.md, and three in docs/log/switch.md.
-for seed in ${MORE_SEEDS:-3 4}; do
+for seed in ${MORE_SEEDS-3 4}; do
     for arm in fox kerple alibi; do
         train pe=$arm seed=$seed data.switch=0.01 runs_dir=runs/gates_switch name=$arm-s$seed
     done

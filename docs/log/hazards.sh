@@ -14,7 +14,7 @@ options() { # of an encoding
 }
 
 if [ "${1:-}" = content ]; then
-    for seed in ${SEEDS:-0 1 2}; do
+    for seed in ${SEEDS-0 1 2}; do
         for arm in fox constant rope; do
             with="$(options $arm) seed=$seed data.switch=0.01 runs_dir=runs/content"
             train $with trainer.max_steps=1600 name=$arm-longer-s$seed
@@ -23,11 +23,11 @@ if [ "${1:-}" = content ]; then
     done
     exit
 fi
-for seed in ${SEEDS:-0 1 2}; do
-    for lag in ${LAGS:-1 16 4}; do
+for seed in ${SEEDS-0 1 2}; do
+    for lag in ${LAGS-1 16 4}; do
         hazards="0.0 0.002 0.01 0.02"
         if [ $lag = 1 ]; then hazards="0.0005 0.002 0.005 0.02"; fi # 0 and 0.01 have pages
-        for switch in ${HAZARDS:-$hazards}; do
+        for switch in ${HAZARDS-$hazards}; do
             for arm in fox constant kerple window-nope rope; do
                 train $(options $arm) seed=$seed data.lag=$lag data.switch=$switch runs_dir=runs/hazards \
                     name=$arm-lag-$lag-switch-$switch-s$seed

@@ -2,13 +2,13 @@
 # skipped: run it again to resume.
 set -euf
 train() { # on both kinds of chains: the folder's name ends as that of the chains
-    for switch in ${SWITCHES:-0.0 0.01}; do
+    for switch in ${SWITCHES-0.0 0.01}; do
         ${TRAIN:-python train.py} data=markov eval.variants=[] eval.by_position=false 'eval.lengths=[1,8]' \
             data.switch=$switch runs_dir=runs/inkling-$switch "$@"
     done
 }
 
-for seed in ${SEEDS:-0 1 2}; do
+for seed in ${SEEDS-0 1 2}; do
     # The parts of Inkling: relative profiles or nothing, a sink, a short convolution, a norm of queries and keys.
     for pe in profiles nope; do
         for conv in null 4; do
