@@ -52,7 +52,7 @@ def entries(tmp_path, monkeypatch):
     monkeypatch.setattr(rules, "FEW", 2)
     monkeypatch.setattr(rules, "MANY", 3)
     monkeypatch.setattr(rules, "PROMISING", 0.0)
-    monkeypatch.setattr("train.show_results", lambda run: 0.0)
+    monkeypatch.setattr("train.page.show_results", lambda run: 0.0)
     monkeypatch.setattr(trials, "train_all", train_here)
     monkeypatch.setenv("ROPEWALK_PLUGINS", "board")
     monkeypatch.syspath_prepend(tmp_path)
