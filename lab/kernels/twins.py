@@ -17,6 +17,7 @@ from triton import next_power_of_2
 
 from lab.kernels.in_place import PlacedContext
 from lab.kernels.operator import attention
+from lab.zoo.clipped import ClippedRoPE
 from lab.zoo.nape import NAPE
 from lab.zoo.xpos import XPos
 from model.attention import Context, exactly
@@ -134,7 +135,7 @@ def segments(pe: FIRE, pos: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor
     return F.pad(begins, unused, value=torch.inf), F.pad(slopes, unused), F.pad(intercepts, unused)
 
 
-ROTARY = (Rotary, PRope, XPos, Linear, NTK, ABF, DynamicNTK, NTKByParts, Yarn, LongRope)
+ROTARY = (Rotary, PRope, ClippedRoPE, XPos, Linear, NTK, ABF, DynamicNTK, NTKByParts, Yarn, LongRope)
 # The bias of each class that has a twin, and what that depends on.
 BY_CLASS: dict[type[PositionEncoding], tuple[str, Inputs]] = {
     **dict.fromkeys((PositionEncoding, Sinusoidal, Learned, *ROTARY), ("nothing", of_nothing)),

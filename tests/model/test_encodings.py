@@ -69,6 +69,8 @@ OPTIONS = {
     "own gates": {"gates": "projection", "npos_max": 5},
     "shared": {"gates": "values", "shared": True},
     "turned values": {"values": True},
+    "constant gates": {"constant_gates": True},
+    "learned slopes": {"learned": True},
 }
 PARTS = {
     "local": ("rope", {"window": WINDOW}),
@@ -81,6 +83,8 @@ PLACES = [
     *slow_if_repeated(GATED, "-own gates"),
     *slow_if_repeated(GATED, "-shared"),
     *slow_if_repeated(["rope", "cope_rope"], "-turned values"),
+    *slow_if_repeated(["fox", "gated_delta", "path_fox"], "-constant gates"),
+    *slow_if_repeated(["alibi"], "-learned slopes"),
 ]
 
 
