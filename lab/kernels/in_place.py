@@ -10,15 +10,15 @@ from torch import Tensor
 from lab.kernels import all_read_in_place
 from model.attention import Context, shifts
 from model.cache import Cache
+from model.layout import Contexts, Layout, packed
 from model.position.base import PositionEncoding
 from model.position.layer import make_context, temperature_of
-from model.reading import Contexts, Reading, packed
 
 
-class InPlace(Reading):
-    """The reading of packed documents for encodings that are all twins: see `lab.kernels.twins`.
+class InPlace(Layout):
+    """The layout of packed documents for encodings that are all twins: see `lab.kernels.twins`.
 
-    `model.reading.Packed` is its specification, and what reads for other encodings. Nothing is looked for on the CPU.
+    `model.layout.Packed` is its specification, and what reads for other encodings. Nothing is looked for on the CPU.
 
     Args:
         end: the token that ends a document.

@@ -30,7 +30,7 @@ from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, plain
 from ropewalk.app.explain import explain
 from ropewalk.app.init_from import merged, train_values
 from ropewalk.app.resolve import for_this_machine, resolve
-from ropewalk.evaluation.loop import is_measured
+from ropewalk.evaluation.evaluator import is_measured
 from ropewalk.run.directory import RunDir
 from ropewalk.run.processes import die_with_parent, started_by
 from ropewalk.training.hardware import reset_peak_memory
