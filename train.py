@@ -24,13 +24,13 @@ from data.base import IGNORE_INDEX, Data, build_data
 from data.sampler import micro_batches
 from model import serialization
 from model.gpt import GPT
+from model.layout import Layout
 from model.position.network import Encodings, metrics_of
-from model.reading import Reading
 from model.size import flops_per_token, n_parameters
 from ropewalk.app.configure import configure
 from ropewalk.app.init_from import load_weights, vocab_size
 from ropewalk.app.resolve import base_model, for_this_machine, original_len
-from ropewalk.evaluation import loop
+from ropewalk.evaluation import evaluator
 from ropewalk.evaluation.objective import objective
 from ropewalk.report import loggers, page
 from ropewalk.run import processes
@@ -39,8 +39,8 @@ from ropewalk.run.stop import INTERRUPTED, STOPPED, noting_signals
 from ropewalk.training import checkpoints, distributed, rows
 from ropewalk.training.hardware import Hardware, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
-from ropewalk.training.plan import Plan, draw_positions
 from ropewalk.training.ranks import Ranks, assign
+from ropewalk.training.schedule import Schedule, draw_positions
 
 if TYPE_CHECKING:  # slow to import: `distributed.launch` does it, after the configuration is checked
     from lightning.fabric import Fabric
@@ -66,7 +66,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     """Train and evaluate as `train` does. Runs on every rank; only rank zero writes files and prints."""
     run = RunDir(cfg)
     run.check()
-    if run.complete and loop.is_measured(run.path, cfg):
+    if run.complete and evaluator.is_measured(run.path, cfg):
         print(f"{run.path} is complete and measured so")
         return run
 
@@ -103,9 +103,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         run.truncate_metrics(progress.step)
         checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
         with logger:
-            loop.measure_start(
+            evaluator.measure_start(
                 net, data, cfg, training.hardware, run.path, base, run_id=run.run_id, step=progress.step,
-                reader=training.reader,
+                packing=training.packing,
             )  # fmt: skip
             training.fit(run, logger, progress)
 
@@ -140,19 +140,19 @@ class Training:
         self.net = net
         self.ranks = Ranks(fabric, net, cfg, hardware)
         self.optimizer = make_optimizer(net, cfg.optim)
-        self.plan = Plan(cfg, net)
+        self.schedule = Schedule(cfg, net)
         # Its `kernels` are False if any rank cannot use them.
-        self.hardware = distributed.install_kernels(self.plan.encodings, hardware)
+        self.hardware = distributed.install_kernels(self.schedule.encodings, hardware)
         # How all batches are read is decided here. With a `document_end` (data.documents=mask) documents are read
-        # apart, by kernels or else by `model.reading`. `ropewalk.app.resolve` has refused what does not go together.
-        self.reader = distributed.reader_of(cfg.trainer, self.hardware, data.document_end, self.plan.encodings)
+        # apart, by kernels or else by `model.layout`. `ropewalk.app.resolve` has refused what does not go together.
+        self.packing = distributed.packing_of(cfg.trainer, self.hardware, data.document_end, self.schedule.encodings)
 
     def rehearse(self) -> None:
         """Read a text of each kind that the run will need, so that an error comes now and not after hours."""
         for length in self.cfg.train_lengths:
             self.data.train_batch([0], length, self.cfg.seed)
         self.data.validation(self.cfg.train_len, self.cfg.trainer.val_tokens).batch(0, 1)
-        loop.rehearse(self.net, self.data, self.cfg, hardware=self.hardware, reader=self.reader)
+        evaluator.rehearse(self.net, self.data, self.cfg, hardware=self.hardware, packing=self.packing)
 
     def start(self, run: RunDir, base: dict[str, Any]) -> checkpoints.Progress:
         """Load the newest whole checkpoint of the run; before its first one, the weights of the model `base`, if any.
@@ -194,7 +194,7 @@ class Training:
         started = saved = time.perf_counter()
         with noting_signals(t.time_limit) as signals:
             for step in range(progress.step + 1, t.max_steps + 1):
-                step_totals, norm = self.step(step, batches, self.plan.at(step))
+                step_totals, norm = self.step(step, batches, self.schedule.at(step))
                 totals += step_totals
                 norms.append(norm)
 
@@ -250,8 +250,8 @@ class Training:
         return micro_batches(
             self.data, self.cfg.batch_shape, self.cfg.seed, start_step=start_step,
             pin_memory=self.hardware.device == "cuda", grad_accum_steps=self.cfg.trainer.grad_accum_steps,
-            rank=self.ranks.fabric.global_rank // self.reader.ranks_per_text,
-            world_size=self.ranks.fabric.world_size // self.reader.ranks_per_text,
+            rank=self.ranks.fabric.global_rank // self.packing.ranks_per_text,
+            world_size=self.ranks.fabric.world_size // self.packing.ranks_per_text,
         )  # fmt: skip
 
     def step(self, step: int, batches: Iterator[tuple[Tensor, Tensor]], encodings: Encodings) -> tuple[Tensor, Tensor]:
@@ -292,9 +292,9 @@ class Training:
         t = self.cfg.trainer
         positions = draw_positions(t.positions, x.size(1), t.max_position, self.ranks.fabric.device)
         # Drawn positions are of whole texts: `ropewalk.app.resolve` refuses them with documents=mask and shared texts.
-        reading = self.reader(x) if positions is None else Reading(positions)
+        layout = self.packing(x) if positions is None else Layout(positions)
         x, y = self.ranks.fabric.to_device((x, y))
-        loss = self.ranks.model(x, reading, encodings=encodings, targets=y)
+        loss = self.ranks.model(x, layout, encodings=encodings, targets=y)
         share = (y != IGNORE_INDEX).float().mean()
         # A loss that is not finite may have a finite gradient. A NaN as its weight makes the gradient NaN, which every
         # rank's norm shows.
@@ -320,12 +320,12 @@ class Training:
 
     def validate(self) -> dict[str, Any]:
         """The loss on fixed windows of the training length, at the scale that the encodings train at."""
-        return loop.validate(self.net, self.data, self.cfg, reader=self.reader, autocast=self.hardware.autocast)
+        return evaluator.validate(self.net, self.data, self.cfg, packing=self.packing, autocast=self.hardware.autocast)
 
     def measure(self, run: RunDir, step: int) -> None:
         """Evaluate the weights after `step`, at each scale and read by each of eval.variants, and save the results."""
-        loop.measure(
-            self.net, self.data, self.cfg, self.hardware, run.path, run_id=run.run_id, step=step, reader=self.reader
+        evaluator.measure(
+            self.net, self.data, self.cfg, self.hardware, run.path, run_id=run.run_id, step=step, packing=self.packing
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from conf import plugins
-from model.reading import IGNORE_INDEX as IGNORE_INDEX
+from model.layout import IGNORE_INDEX as IGNORE_INDEX
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import ropewalk
 from conf.schema import Count, Precision, Section
 from ropewalk.app import configure, init_from
 from ropewalk.app.cli import program
-from ropewalk.evaluation import loop, results
+from ropewalk.evaluation import evaluator, results
 from ropewalk.evaluation.measures.base import Measure, build
 from ropewalk.report import page
 from ropewalk.run.directory import check_identity, lock, read_environment
@@ -69,7 +69,7 @@ def main(args: Arguments) -> None:
         known = []
         if args.pe or args.eval["variants"] is not None:
             known = [result for result in results.load_all(path) if not result.variant.zero_shot]
-        measured = loop.measure(
+        measured = evaluator.measure(
             model.net, model.data, cfg, hardware, path, run_id=run_id, step=cfg.trainer.max_steps, asked=asked,
             existing=known,
         )  # fmt: skip
@@ -79,7 +79,7 @@ def main(args: Arguments) -> None:
 
 
 def measure_of(args: Arguments, asked: str | dict[str, Any]) -> str | Measure:
-    """What `loop.measure` takes for one entry of `measures`."""
+    """What `evaluator.measure` takes for one entry of `measures`."""
     if isinstance(asked, dict):  # a class, with its options
         return build(asked)
     # The lab's have a section of their name in `Arguments`; the core's are named.

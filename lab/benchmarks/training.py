@@ -68,7 +68,7 @@ def trained(cfg: Config) -> Iterator[Tensor]:
         net.init_weights(cfg.seed, assign)
         batches = training.micro_batches(start_step=0)
         for step in count(1):
-            totals, _ = training.step(step, batches, training.plan.at(step))
+            totals, _ = training.step(step, batches, training.schedule.at(step))
             yield totals[0] / totals[1]
 
 

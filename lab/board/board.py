@@ -9,7 +9,7 @@ import copy
 import hashlib
 import subprocess
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from data.base import build_data
 from lab.benchmarks.measure import interleave
 from lab.board import counter, page, rules, trials
 from lab.board.rules import Measured, Verdict
+from lab.board.texts import SWITCHES
 from model import serialization
 from model.gpt import GPT
 from model.position.network import Encodings, for_length, max_len_of
@@ -36,7 +37,6 @@ from ropewalk.run.directory import RunDir, read_file
 from ropewalk.run.provenance import provenance
 
 TEXTS = ("data=markov", "data._target_=lab.board.texts.DrawnTexts")
-SWITCHES = (0.0, 0.01)  # of the two kinds of chains: data.switch
 STEPS = 10  # that are timed; the fastest counts
 
 
@@ -243,11 +243,12 @@ def size_and_costs(cfg: Config) -> tuple[float, float, float]:
 
     # As the entries are trained.
     torch.set_num_threads(1)
-    costs = []
-    for work in (step, read):
+
+    def cost(work: Callable[[GPT], float]) -> float:
         seconds, of_rope = map(min, interleave(partial(work, mine), partial(work, rope), STEPS))
-        costs.append(round(seconds / of_rope, 2))
-    return round(_size(mine) / _size(rope), 4), *costs
+        return round(seconds / of_rope, 2)
+
+    return round(_size(mine) / _size(rope), 4), cost(step), cost(read)
 
 
 def _size(net: GPT) -> int:

@@ -97,8 +97,7 @@ def counted(kinds: Sequence[Sequence[Markov]], train_len: int, longest: int, tar
 
 
 if __name__ == "__main__":
-    from lab.board.board import SWITCHES
-    from lab.board.texts import DrawnTexts
+    from lab.board.texts import SWITCHES, DrawnTexts
 
     seeds = read_json(BOARD / FIRST / "verdict.json")["seeds"]
     kinds = [[DrawnTexts(switch=switch, texts=seed) for seed in seeds] for switch in SWITCHES]

@@ -6,8 +6,8 @@ CoPE at worst in 23. Leaves: what is no faster there.
 
 from collections.abc import Iterable, Sequence
 
+from model.layout import Layout
 from model.position.base import PositionEncoding
-from model.reading import Reading
 
 
 def problem(encodings: Sequence[PositionEncoding], device: str) -> str:
@@ -30,8 +30,8 @@ def install(encodings: Iterable[PositionEncoding]) -> None:
         pe.__class__ = twin_of(type(pe))  # type: ignore[arg-type]
 
 
-def reading_of(encodings: Iterable[PositionEncoding], end: int) -> Reading | None:
-    """The reading of packed documents where they are, for encodings that are all twins and can; otherwise None.
+def layout_of(encodings: Iterable[PositionEncoding], end: int) -> Layout | None:
+    """The layout of packed documents where they are, for encodings that are all twins and can; otherwise None.
 
     Args:
         end: the token that ends a document.

@@ -26,11 +26,11 @@ from torch import Tensor
 from conf import files
 from lab.kernels import cope, twins
 from lab.kernels.in_place import InPlace
+from model.layout import WHOLE
 from model.position.base import PositionEncoding
 from model.position.cope import CoPE
 from model.position.layer import init_parameters
 from model.position.network import view
-from model.reading import WHOLE
 
 LIMIT = 60.0  # seconds of a check
 LENGTHS = (192, 150)  # Triton compiles a kernel once for lengths that 16 divides, and once for others
@@ -119,8 +119,8 @@ def _results(pe: PositionEncoding, inputs: Mapping[str, Tensor], documents: bool
     idx = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
     idx[1, length // 3 : length // 3 + 2] = END  # one token is a document
     idx[1, length // 2] = END
-    reading = InPlace(END) if documents else WHOLE
-    _, _, contexts = reading.contexts([pe], idx, None)
+    layout = InPlace(END) if documents else WHOLE
+    _, _, contexts = layout.contexts([pe], idx, None)
     with torch.autocast(x.device.type, x.dtype, enabled=x.element_size() == 2):
         q, k, v = leaves["q"], leaves["k"], leaves["v"]
         out = contexts[pe].attend(pe, q, k, v, pe.state(x), layer=0, sinks=leaves["sinks"])

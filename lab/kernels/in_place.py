@@ -9,9 +9,9 @@ from torch import Tensor
 
 from model.attention import Context, shifts
 from model.cache import Cache
+from model.layout import Contexts, Layout, packed
 from model.position.base import PositionEncoding
 from model.position.layer import make_context, temperature_of
-from model.reading import Contexts, Reading, packed
 
 
 def all_read_in_place(encodings: Iterable[PositionEncoding]) -> bool:
@@ -19,10 +19,10 @@ def all_read_in_place(encodings: Iterable[PositionEncoding]) -> bool:
     return all(getattr(pe, "reads_in_place", False) for pe in encodings)
 
 
-class InPlace(Reading):
-    """The reading of packed documents for encodings that are all twins: see `lab.kernels.twins`.
+class InPlace(Layout):
+    """The layout of packed documents for encodings that are all twins: see `lab.kernels.twins`.
 
-    `model.reading.Packed` is its specification, and what reads for other encodings. Nothing is looked for on the CPU.
+    `model.layout.Packed` is its specification, and what reads for other encodings. Nothing is looked for on the CPU.
 
     Args:
         end: the token that ends a document.

@@ -12,7 +12,7 @@ from ropewalk.app.compose import quoted
 from ropewalk.app.configure import merged
 from ropewalk.app.explain import ERRORS, check_overrides, explain
 from ropewalk.app.resolve import resolve
-from ropewalk.evaluation.loop import is_measured
+from ropewalk.evaluation.evaluator import is_measured
 from ropewalk.run.directory import RunDir
 from ropewalk.run.processes import started_by
 

@@ -126,7 +126,7 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     """One results file."""
 
     version: Literal[3] = 3
-    # The name of a measure: one of `ropewalk.evaluation.loop.MEASURES`, of the lab's, or of a user's own.
+    # The name of a measure: one of `ropewalk.evaluation.evaluator.MEASURES`, of the lab's, or of a user's own.
     kind: str = Field(pattern="^[a-z][a-z0-9_]{0,60}$")
     run: str
     run_id: str

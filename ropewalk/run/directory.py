@@ -287,7 +287,7 @@ def read_training(run: Path) -> dict[str, Any]:
     """Read training.json of a complete run: what `train.train_on` and `ropewalk.training.rows.record` put there.
 
     Its keys include "steps", "tokens", "seconds", "tokens_per_s", and "validation", which is what
-    `ropewalk.evaluation.loop.validate` returned.
+    `ropewalk.evaluation.evaluator.validate` returned.
 
     Raises ConfigError: it is damaged.
     """

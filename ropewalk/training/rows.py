@@ -29,7 +29,7 @@ def training_row(progress: Progress, cfg: Config) -> dict[str, Any]:
 
 
 def validation_row(validation: dict[str, Any], metrics: dict[str, Tensor]) -> dict[str, Any]:
-    """What `loop.validate` has measured; and `metrics` of the encodings, of the texts that this rank read for it."""
+    """What `validate` has measured; and `metrics` of the encodings, of the texts that this rank read for it."""
     measured = {f"val/{name}": validation[name] for name in ("loss", "bits_per_byte", "error")}
     measured |= {f"position/{name}": float(value) for name, value in metrics.items()}
     return {name: value for name, value in measured.items() if value is not None}

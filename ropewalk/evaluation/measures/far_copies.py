@@ -16,7 +16,7 @@ from torch import Tensor
 
 from conf.schema import Config
 from data.base import Data, EvalSet
-from ropewalk.evaluation.measures.base import Job, Plan
+from ropewalk.evaluation.measures.base import Part, Plan
 from ropewalk.evaluation.results import Measured
 from ropewalk.evaluation.scoring import Scorer
 
@@ -105,7 +105,7 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
         # Earlier versions scored only tokens that are the same: their results must not be compared with these.
         "continuations": 2,
     }
-    return Plan("far_copies", settings, [Job(length, run)])
+    return Plan("far_copies", settings, [Part(length, run)])
 
 
 def match_tokens(data: Data, texts: EvalSet) -> int:

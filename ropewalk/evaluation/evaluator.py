@@ -12,9 +12,9 @@ from conf.errors import ConfigError, nearest
 from conf.schema import Config
 from data.base import Data
 from model.gpt import GPT
+from model.layout import Packing
 from model.position import Shape, build_encodings
 from model.position.network import Encodings, at_scale, max_len_of, scales_of, with_parameters_of
-from model.reading import Reader
 from ropewalk.evaluation.measures.base import Measure, Plan
 from ropewalk.evaluation.measures.far_copies import far_copies
 from ropewalk.evaluation.measures.lengths import by_position, length_settings, lengths
@@ -27,11 +27,11 @@ from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware
 from ropewalk.training.ranks import evaluating
 
-Readings = list[tuple[Variant, Encodings]]  # of the weights of one network
+Variants = list[tuple[Variant, Encodings]]  # of the weights of one network
 
 
 def validate(
-    net: GPT, data: Data, cfg: Config, *, reader: Reader | None = None, autocast: Autocast = nullcontext
+    net: GPT, data: Data, cfg: Config, *, packing: Packing | None = None, autocast: Autocast = nullcontext
 ) -> dict[str, Any]:
     """Return means over every target of fixed windows of the training length. All ranks call it, and get the same.
 
@@ -44,7 +44,7 @@ def validate(
     """
     part = data.validation(cfg.train_len, cfg.trainer.val_tokens)
     with evaluating(net):
-        sums = Scorer(net, None, reader or Reader(), data.token_bytes, autocast)(part)
+        sums = Scorer(net, None, packing or Packing(), data.token_bytes, autocast)(part)
     tokens = int(sums.tokens.sum())
     size = int(sums.bytes.sum())
     bits = float(sums.nats[:, 0].sum()) / math.log(2)  # group 0 holds the tokens that have bytes
@@ -114,14 +114,14 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
     return made
 
 
-def readings(net: GPT, cfg: Config, hardware: Hardware) -> Readings:
+def variants_of(net: GPT, cfg: Config, hardware: Hardware) -> Variants:
     """Return the encodings of `net` at each of their scales, then those of `eval.variants`, each at its largest."""
     wanted: list[tuple[Any, float, Encodings]] = [(cfg.pe, scale, net.encodings) for scale in scales_of(net.encodings)]
     variants: list[Any] = cfg.eval.variants or []
     for pe in variants:
         others = _encodings(net, pe, net.train_len, hardware)
         wanted.append((pe, max(scales_of(others)), others))
-    result: Readings = []
+    result: Variants = []
     for pe, scale, encodings in wanted:
         known = [(variant.pe, variant.scale) for variant, _ in result]
         # The run's own encoding may be among the variants: it would only be measured twice.
@@ -154,31 +154,31 @@ def _variant(pe: dict[str, Any], scale: float, encodings: Encodings, *, zero_sho
 def _measure_plan(plan: Plan, score: Scorer) -> tuple[list[Measured], list[int]]:
     """Return the results of a measure, and the lengths that are skipped because the encoding ends before them."""
     max_len = max_len_of(score.encodings or score.net.encodings) or math.inf  # None: they read any length
-    skipped = {job.length for job in plan.jobs if job.length > max_len}
+    skipped = {part.length for part in plan.parts if part.length > max_len}
     measured: list[Measured] = []
-    for job in plan.jobs:
-        if job.length not in skipped:
-            measured += job.run(score)
+    for part in plan.parts:
+        if part.length not in skipped:
+            measured += part.run(score)
     return measured, sorted(skipped)
 
 
-def rehearse(net: GPT, data: Data, cfg: Config, *, hardware: Hardware, reader: Reader | None = None) -> None:
+def rehearse(net: GPT, data: Data, cfg: Config, *, hardware: Hardware, packing: Packing | None = None) -> None:
     """Read one text of each set that `cfg.eval` asks for, so that an error comes now. Every rank calls it.
 
     Raises the errors that `measure` would, except for lack of memory.
     """
     measures = plans(data, cfg)
     with evaluating(net):
-        for _, encodings in readings(net, cfg, hardware):
-            score = Scorer(net, encodings, reader or Reader(), data.token_bytes, hardware.autocast, limit=1)
+        for _, encodings in variants_of(net, cfg, hardware):
+            score = Scorer(net, encodings, packing or Packing(), data.token_bytes, hardware.autocast, limit=1)
             for plan in measures:
                 _measure_plan(plan, score)
 
 
 def measure(
     net: GPT, data: Data, cfg: Config, hardware: Hardware, run: Path, *, run_id: str, step: int,
-    train_len: int | None = None, asked: Sequence[str | Measure] | None = None, variants: Readings | None = None,
-    existing: Sequence[Evaluation] | None = None, reader: Reader | None = None,
+    train_len: int | None = None, asked: Sequence[str | Measure] | None = None, variants: Variants | None = None,
+    existing: Sequence[Evaluation] | None = None, packing: Packing | None = None,
 ) -> list[Evaluation]:  # fmt: skip
     """Measure the weights of the run at `run` after `step`: at each scale, and read zero-shot by `cfg.eval.variants`.
 
@@ -190,21 +190,21 @@ def measure(
         asked: what to measure, as in `plans`; None: what `cfg.eval` asks for.
         variants: how to read the weights; None: as above.
         existing: results that are not measured again, if the settings are the same; None: all results of the run.
-        reader: says how texts are read; None: as documents, if `data` tells these apart.
+        packing: says how texts are read; None: as documents, if `data` tells these apart.
 
     Raises ValueError: as `plans` does.
     """
     if existing is None:
         existing = processes.on_rank_zero(lambda: load_all(run))
     measures = plans(data, cfg, asked)
-    reader = reader or Reader(data.document_end)
-    variants = readings(net, cfg, hardware) if variants is None else variants
+    packing = packing or Packing(data.document_end)
+    variants = variants_of(net, cfg, hardware) if variants is None else variants
     is_first = processes.is_rank_zero()
     results: list[Evaluation] = []
     with evaluating(net):
         for variant, encodings in variants:
             # One scorer serves all measures of a variant: it keeps the losses that several of them need.
-            score = Scorer(net, encodings, reader, data.token_bytes, hardware.autocast)
+            score = Scorer(net, encodings, packing, data.token_bytes, hardware.autocast)
             kernels = any(getattr(pe, "is_twin", False) for pe in encodings)
             origin = provenance(device=hardware.device, precision=hardware.precision, kernels=kernels)
             for plan in measures:
@@ -239,7 +239,7 @@ def measure(
 
 def measure_start(
     net: GPT, data: Data, cfg: Config, hardware: Hardware, run: Path, base: Mapping[str, Any], *, run_id: str,
-    step: int, reader: Reader | None = None,
+    step: int, packing: Packing | None = None,
 ) -> None:  # fmt: skip
     """Measure the weights of the model `base` before the first step, on the texts of `lengths`. Every rank calls it.
 
@@ -248,12 +248,12 @@ def measure_start(
     """
     if not base or step or not cfg.trainer.max_steps or cfg.init_partial:
         return
-    variants = readings(net, cfg, hardware)[:1]  # the network's own, as it is trained
+    variants = variants_of(net, cfg, hardware)[:1]  # the network's own, as it is trained
     if base["pe"] != cfg.pe:
         encodings = _encodings(net, base["pe"], base["train_len"], hardware)
         variant = _variant(base["pe"], scales_of(encodings)[0], encodings, zero_shot=True)
         variants.insert(0, (variant, encodings))
     measure(
         net, data, cfg, hardware, run, run_id=run_id, step=0, train_len=base["train_len"], asked=["lengths"],
-        variants=variants, reader=reader,
+        variants=variants, packing=packing,
     )  # fmt: skip
