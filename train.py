@@ -30,7 +30,7 @@ from model.size import flops_per_token, n_parameters
 from ropewalk.app.configure import configure
 from ropewalk.app.init_from import load_weights, vocab_size
 from ropewalk.app.resolve import base_model, for_this_machine, original_len
-from ropewalk.evaluation import evaluator
+from ropewalk.evaluation.evaluator import Evaluator, is_measured
 from ropewalk.evaluation.objective import objective
 from ropewalk.report import loggers, page
 from ropewalk.run import processes
@@ -49,6 +49,8 @@ if TYPE_CHECKING:  # slow to import: `distributed.launch` does it, after the con
 def train(cfg: Config) -> None:
     """Train, evaluate and report the run that `cfg` describes, or resume it at whatever stage it was interrupted.
 
+    Every rank runs all of it; only rank zero writes files and prints.
+
     Args:
         cfg: as `configure` returns it.
 
@@ -59,17 +61,18 @@ def train(cfg: Config) -> None:
     cfg, hardware = for_this_machine(cfg)
     tune(hardware.device, deterministic=cfg.trainer.deterministic)
     with distributed.launch(cfg.trainer, hardware) as fabric:
-        page.show_results(train_on(fabric, cfg, hardware))
+        run = RunDir(cfg)
+        run.check()
+        if run.complete and is_measured(run.path, cfg):
+            print(f"{run.path} is complete and measured so")
+        else:
+            complete(run, fabric, hardware)
+        page.show_results(run)
 
 
-def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
-    """Train and evaluate as `train` does. Runs on every rank; only rank zero writes files and prints."""
-    run = RunDir(cfg)
-    run.check()
-    if run.complete and evaluator.is_measured(run.path, cfg):
-        print(f"{run.path} is complete and measured so")
-        return run
-
+def complete(run: RunDir, fabric: "Fabric", hardware: Hardware) -> None:
+    """Train and evaluate what is still missing of a run."""
+    cfg = run.cfg
     # The vocabularies are compared before tokenising, which may take hours.
     data = build_data(cfg.data)
     base = base_model(cfg.init_from)
@@ -88,11 +91,11 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         "parameters": n_parameters(net),
         "flops_per_token": flops_per_token(net, cfg.train_len),
     }
-    # From here on `training.hardware` holds: it is without kernels where a rank cannot use them.
     training = Training(fabric, cfg, hardware, data, net)
+    hardware = training.hardware  # without kernels where a rank cannot use them
     net.init_weights(cfg.seed, assign)
 
-    rows.describe(cfg, net, data, training.hardware, size)
+    rows.describe(cfg, net, data, hardware, size)
     training.rehearse()
     logger = loggers.Tracker(run, size)
 
@@ -103,10 +106,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         run.truncate_metrics(progress.step)
         checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
         with logger:
-            evaluator.measure_start(
-                net, data, cfg, training.hardware, run.path, base, run_id=run.run_id, step=progress.step,
-                packing=training.packing,
-            )  # fmt: skip
+            # What the weights were worth before, unless some of them are new or none will change.
+            if base and not progress.step and cfg.trainer.max_steps and not cfg.init_partial:
+                training.evaluator.measure_start(run, base)
             training.fit(run, logger, progress)
 
             # The final weights, what they are worth, and then the file that says that all is done.
@@ -117,14 +119,13 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
                 "original_len": original_len(cfg, base),
             }
             processes.on_rank_zero(lambda: serialization.save(net, run.path, weights=weights, **description))
-            validation = training.validate()
-            training.measure(run, progress.step)
+            validation = training.evaluator.validate()
+            training.evaluator.measure(run, progress.step)
             if processes.is_rank_zero():
                 # training.json marks the run as complete, so it must be its last file. Trackers show costs from it.
-                record = size | rows.record(progress, cfg, training.hardware, validation)
+                record = size | rows.record(progress, cfg, hardware, validation)
                 write_json(run.path / "training.json", sealed(record))
                 logger.publish()
-    return run
 
 
 class Training:
@@ -135,6 +136,7 @@ class Training:
     """
 
     def __init__(self, fabric: "Fabric", cfg: Config, hardware: Hardware, data: Data, net: GPT) -> None:
+        self.fabric = fabric
         self.cfg = cfg
         self.data = data
         self.net = net
@@ -143,16 +145,17 @@ class Training:
         self.schedule = Schedule(cfg, net)
         # Its `kernels` are False if any rank cannot use them.
         self.hardware = distributed.install_kernels(self.schedule.encodings, hardware)
-        # How all batches are read is decided here. With a `document_end` (data.documents=mask) documents are read
+        # How texts lie in all batches is decided here. With a `document_end` (data.documents=mask) documents are read
         # apart, by kernels or else by `model.layout`. `ropewalk.app.resolve` has refused what does not go together.
         self.packing = distributed.packing_of(cfg.trainer, self.hardware, data.document_end, self.schedule.encodings)
+        self.evaluator = Evaluator(net, data, cfg, self.hardware, self.packing)
 
     def rehearse(self) -> None:
         """Read a text of each kind that the run will need, so that an error comes now and not after hours."""
         for length in self.cfg.train_lengths:
             self.data.train_batch([0], length, self.cfg.seed)
         self.data.validation(self.cfg.train_len, self.cfg.trainer.val_tokens).batch(0, 1)
-        evaluator.rehearse(self.net, self.data, self.cfg, hardware=self.hardware, packing=self.packing)
+        self.evaluator.rehearse()
 
     def start(self, run: RunDir, base: dict[str, Any]) -> checkpoints.Progress:
         """Load the newest whole checkpoint of the run; before its first one, the weights of the model `base`, if any.
@@ -189,7 +192,7 @@ class Training:
         t = cfg.trainer
         batches = self.micro_batches(start_step=progress.step)
         # Since the last row: sums over the steps of what `step` returns.
-        totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.ranks.fabric.device)
+        totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.fabric.device)
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
         with noting_signals(t.time_limit) as signals:
@@ -220,7 +223,7 @@ class Training:
                         self.log(run, logger, progress, norm, validating=validating)
                         totals.zero_()
                     if measuring:
-                        self.measure(run, step)
+                        self.evaluator.measure(run, step)
                     if saving:
                         # The rows must reach the disk before the checkpoint that counts them.
                         run.sync()
@@ -250,8 +253,8 @@ class Training:
         return micro_batches(
             self.data, self.cfg.batch_shape, self.cfg.seed, start_step=start_step,
             pin_memory=self.hardware.device == "cuda", grad_accum_steps=self.cfg.trainer.grad_accum_steps,
-            rank=self.ranks.fabric.global_rank // self.packing.ranks_per_text,
-            world_size=self.ranks.fabric.world_size // self.packing.ranks_per_text,
+            rank=self.fabric.global_rank // self.packing.ranks_per_text,
+            world_size=self.fabric.world_size // self.packing.ranks_per_text,
         )  # fmt: skip
 
     def step(self, step: int, batches: Iterator[tuple[Tensor, Tensor]], encodings: Encodings) -> tuple[Tensor, Tensor]:
@@ -268,20 +271,20 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr_scale"] * learning_rate(step - 1, cfg.optim, cfg.trainer.max_steps)
 
-        totals = torch.zeros(2, device=self.ranks.fabric.device)
+        totals = torch.zeros(2, device=self.fabric.device)
         for m in range(n):
             self.ranks.seed(cfg.seed, (step - 1) * n + m)
             with self.ranks.accumulating(last=m == n - 1):
                 totals += self.backward(*next(batches), encodings)
         self.ranks.average_gradients()
-        totals = self.ranks.fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
+        totals = self.fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
 
         # The gradient so far is that of the mean of loss x share. Dividing by the mean share makes it that of the mean
         # loss over all scored targets.
-        norm = clip_gradients(self.ranks.model, n * self.ranks.fabric.world_size / totals[1], cfg.optim.grad_clip)
+        norm = clip_gradients(self.ranks.model, n * self.fabric.world_size / totals[1], cfg.optim.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return totals / (n * self.ranks.fabric.world_size), norm
+        return totals / (n * self.fabric.world_size), norm
 
     def backward(self, x: Tensor, y: Tensor, encodings: Encodings) -> Tensor:
         """Add the gradient of one micro-batch, inputs `x` and targets `y` int64 [B, T] on the CPU, to those before.
@@ -290,16 +293,16 @@ class Training:
             [loss x share of scored targets, this share].
         """
         t = self.cfg.trainer
-        positions = draw_positions(t.positions, x.size(1), t.max_position, self.ranks.fabric.device)
+        positions = draw_positions(t.positions, x.size(1), t.max_position, self.fabric.device)
         # Drawn positions are of whole texts: `ropewalk.app.resolve` refuses them with documents=mask and shared texts.
         layout = self.packing(x) if positions is None else Layout(positions)
-        x, y = self.ranks.fabric.to_device((x, y))
+        x, y = self.fabric.to_device((x, y))
         loss = self.ranks.model(x, layout, encodings=encodings, targets=y)
         share = (y != IGNORE_INDEX).float().mean()
         # A loss that is not finite may have a finite gradient. A NaN as its weight makes the gradient NaN, which every
         # rank's norm shows.
         weight = torch.where(loss.detach().isfinite(), share, torch.nan)
-        self.ranks.fabric.backward(loss * weight / t.grad_accum_steps)
+        self.fabric.backward(loss * weight / t.grad_accum_steps)
         return torch.stack((loss.detach() * share, share))
 
     def log(self, run: RunDir, logger: Any, progress: checkpoints.Progress, norm: Tensor, *, validating: bool) -> None:
@@ -308,7 +311,7 @@ class Training:
         row |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
         if validating:
             metrics_of(self.net.encodings)  # drops what the rehearsal and the measurements at eval.at have fed
-            validation = self.validate()  # feeds the metrics
+            validation = self.evaluator.validate()  # feeds the metrics
             row |= rows.validation_row(validation, metrics_of(self.net.encodings))
         processes.on_rank_zero(lambda: run.append(row))
         logger.log(row)
@@ -317,16 +320,6 @@ class Training:
         progress.logged_step = progress.step
         progress.logged_seconds = progress.seconds
         progress.loss_sum = progress.loss_weight = 0.0
-
-    def validate(self) -> dict[str, Any]:
-        """The loss on fixed windows of the training length, at the scale that the encodings train at."""
-        return evaluator.validate(self.net, self.data, self.cfg, packing=self.packing, autocast=self.hardware.autocast)
-
-    def measure(self, run: RunDir, step: int) -> None:
-        """Evaluate the weights after `step`, at each scale and read by each of eval.variants, and save the results."""
-        evaluator.measure(
-            self.net, self.data, self.cfg, self.hardware, run.path, run_id=run.run_id, step=step, packing=self.packing
-        )
 
 
 def main(composed: DictConfig) -> float:

@@ -24,10 +24,11 @@ import ropewalk
 from conf.schema import Count, Precision, Section
 from ropewalk.app import configure, init_from
 from ropewalk.app.cli import program
-from ropewalk.evaluation import evaluator, results
+from ropewalk.evaluation import results
+from ropewalk.evaluation.evaluator import Evaluator
 from ropewalk.evaluation.measures.base import Measure, build
 from ropewalk.report import page
-from ropewalk.run.directory import check_identity, lock, read_environment
+from ropewalk.run.directory import RunDir, check_identity, lock
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware, tune
 
@@ -50,8 +51,8 @@ def main(args: Arguments) -> None:
     path = init_from.opened(args.run, args.cache_dir, args.step)
     # Locked until the end, so that nobody trains the run further between what is read here and what is written.
     with lock(path):
-        run_id = read_environment(path).run_id
         cfg = configure.evaluation(path, args.pe, args.eval)
+        run = RunDir(cfg)
         # What was trained with kernels is read with them where they run.
         hardware = Hardware.resolve(
             accelerator=args.device, precision=args.precision or cfg.trainer.precision,
@@ -69,17 +70,15 @@ def main(args: Arguments) -> None:
         known = []
         if args.pe or args.eval["variants"] is not None:
             known = [result for result in results.load_all(path) if not result.variant.zero_shot]
-        measured = evaluator.measure(
-            model.net, model.data, cfg, hardware, path, run_id=run_id, step=cfg.trainer.max_steps, asked=asked,
-            existing=known,
-        )  # fmt: skip
+        evaluator = Evaluator(model.net, model.data, cfg, hardware)
+        measured = evaluator.measure(run, cfg.trainer.max_steps, asked, known)
         report = page.write_beside(path)
     page.show(path, cfg, measured)
     print(f"to look at: {report}")
 
 
 def measure_of(args: Arguments, asked: str | dict[str, Any]) -> str | Measure:
-    """What `evaluator.measure` takes for one entry of `measures`."""
+    """What `Evaluator.measure` takes for one entry of `measures`."""
     if isinstance(asked, dict):  # a class, with its options
         return build(asked)
     # The lab's have a section of their name in `Arguments`; the core's are named.

@@ -27,6 +27,11 @@ def length_settings(cfg: Config) -> dict[str, Any]:
     return {"lengths": cfg.lengths, "target_tokens": cfg.target_tokens, "sequences": cfg.eval.sequences}
 
 
+def longest_settings(cfg: Config) -> dict[str, Any]:
+    """Return the settings that decide the texts of the measures at the longest length, besides the data."""
+    return {"length": max(cfg.lengths), "sequences": cfg.eval.sequences}
+
+
 def lengths(data: Data, cfg: Config) -> Plan:
     """Return the measure of the loss on the same targets at every length."""
     # The same texts at every length; only how much of them is read before the targets differs.
@@ -58,12 +63,10 @@ def _optimum(data: Data, texts: EvalSet, n: int) -> np.ndarray | None:
     return np.concatenate(sums)
 
 
-def by_position(data: Data, cfg: Config) -> Plan | None:
+def by_position(data: Data, cfg: Config) -> Plan:
     """Return the measure of the loss by position, in one pass at the longest length, in bins of equal width."""
     length = max(cfg.lengths)
     texts = data.fully_scored(length, cfg.eval.sequences)
-    if texts is None:
-        return None
     bins = torch.arange(length).chunk(BINS)
     # The bin of each position: all are as wide as the first, but the last one, which may be narrower.
     bin_of = torch.arange(length) // len(bins[0])
@@ -73,5 +76,5 @@ def by_position(data: Data, cfg: Config) -> Plan | None:
         spans = [(int(positions[0]), int(positions[-1])) for positions in bins]
         return [sums.measured(length, i, texts=texts, span=span) for i, span in enumerate(spans)]
 
-    settings = {"length": length, "bins": BINS, "sequences": cfg.eval.sequences, "texts": texts.texts_hash}
+    settings = longest_settings(cfg) | {"bins": BINS, "texts": texts.texts_hash}
     return Plan("by_position", settings, [Part(length, run)])
