@@ -68,6 +68,7 @@ def of_norm() -> dict[str, tuple[float, Weights]]:
             f"keys by log, {word}": (8, {rope: 1, f"{rope} read as rope": -1}),
             f"keys after angles, {word}": (8, {p_rope: 1, f"p_rope-ssmax-{norm}": -1}),
             f"angles minus keys, {word}": (8, {ssmax: 1, p_rope: -1}),
+            f"keys less keys after angles, {word}": (8, {rope: 1, ssmax: -1, p_rope: -1, f"p_rope-ssmax-{norm}": 1}),
         }
     for name in ("angles", "keys"):
         _, normed = effects[f"{name}, normed"]

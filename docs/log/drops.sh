@@ -2,7 +2,7 @@
 # CPU core. Finished runs are skipped: run it again to resume.
 set -euf
 train() {
-    ${TRAIN:-python train.py} experiment=markov eval.by_position=false eval.variants=[] 'eval.lengths=[1,8]' \
+    ${TRAIN:-python train.py} data=markov eval.by_position=false eval.variants=[] 'eval.lengths=[1,8]' \
         runs_dir=runs/drops "$@"
 }
 for seed in ${SEEDS-0 1 2}; do
