@@ -1,6 +1,7 @@
 """Writing files that are whole or do not exist, and reading files without following links."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -173,6 +174,7 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
     """
     if Path(source).is_dir():
         return Path(source)
+    announce(f"fetches {source} from the Hugging Face hub, unless it is cached")
     from huggingface_hub import snapshot_download
 
     try:
@@ -181,6 +183,12 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
         remedy = "check the name; a restricted model needs `hf auth login`; offline, give a folder"
         problem = f"hf:{source} is not a local folder and was not found on the hub"
         raise ValueError(f"{problem}: {remedy} ({error})") from None
+
+
+@functools.cache
+def announce(what: str) -> None:
+    """Print, once in a process, what is read or fetched next: a configuration of somebody else may have chosen it."""
+    print(what, flush=True)
 
 
 def read_bytes(path: Path, limit: int = MAX_TEXT, opener: Any = open) -> bytes:
