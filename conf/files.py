@@ -8,13 +8,16 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
-from filelock import FileLock
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
+PATIENCE = 6  # seconds that a lock is waited for: workers of a killed process may hold it for five
+LONGEST = 86_400  # seconds that preparing a large corpus may take
 MAX_TEXT = 2**26  # bytes of the largest JSON or YAML file that is read
 MAX_LINE = 2**24  # characters of the longest line of a file that is read line by line
 
@@ -58,9 +61,12 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.partial")
-    lock = folder.with_name(f".{folder.name}.lock")
-    lock.touch()  # where no file can be made, as in /proc, this raises, and FileLock would try forever
-    with FileLock(lock):
+    # Where no file can be made, as in /proc, this raises, and FileLock would try forever. It is not the file of the lock:
+    # on a file system without flock that one locks by being there.
+    probe = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    probe.touch()
+    probe.unlink()
+    with _locked(folder):
         # A process that was killed may have left it.
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -68,6 +74,16 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             yield partial
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _locked(folder: Path) -> AcquireReturnProxy:
+    """Lock `folder`, which others may be filling; says so if it must wait. Raises ValueError: it waited for LONGEST."""
+    lock = folder.with_name(f".{folder.name}.lock")
+    for seconds in (PATIENCE, LONGEST):
+        with contextlib.suppress(Timeout):
+            return FileLock(lock, timeout=seconds).acquire()
+        print(f"waits for another process that fills {folder}; if there is none, delete {lock}", file=sys.stderr)
+    raise ValueError(f"{lock} has been held for a day or more: if no process fills {folder}, delete it")
 
 
 def write_bytes(path: Path, content: bytes) -> None:

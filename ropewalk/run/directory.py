@@ -33,6 +33,7 @@ from pydantic import BaseModel
 
 from conf.errors import ConfigError, flatten
 from conf.files import (
+    PATIENCE,
     append,
     copy_files,
     read_json,
@@ -50,7 +51,6 @@ from conf.schema import Config, S, parse, without_gone
 from ropewalk.run.processes import is_rank_zero, rank_zero_only
 from ropewalk.run.provenance import provenance, source_state
 
-PATIENCE = 6  # seconds that a lock is waited for: workers of a killed process may hold it for five
 RESTORE = "restore it, or train again under another name"
 
 
@@ -223,7 +223,8 @@ def lock(run: Path) -> Iterator[None]:
     try:
         held = FileLock(file, timeout=PATIENCE).acquire()
     except Timeout:
-        raise ConfigError(f"another process works on {run}: wait for it, or choose another name=...") from None
+        remedy = f"wait for it, or choose another name=...; if there is none, delete {file}"
+        raise ConfigError(f"another process works on {run}: {remedy}") from None
     with held:
         yield
 
