@@ -37,7 +37,6 @@ from conf.files import (
     append,
     copy_files,
     read_json,
-    read_lines,
     read_yaml,
     refuse_link,
     refuse_links,
@@ -316,17 +315,18 @@ def check_identity(run: Path, identity: dict[str, Any]) -> None:
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of metrics.jsonl. Raises ConfigError: names a damaged line."""
-    path = run / "metrics.jsonl"
-    for number, line in enumerate(read_lines(path), 1):
-        # A process that is killed while it writes leaves a line without an end: that row was never there.
-        if not line.endswith("\n"):
-            return
-        try:
-            row = unsealed(json.loads(line))
-            row["step"] += 0  # fails unless it is a number
-        except (ValueError, TypeError, KeyError):
-            raise ConfigError(f"{path}, line {number}, is damaged: restore it, or train again") from None
-        yield row
+    path = refuse_link(run / "metrics.jsonl")
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            # A process that is killed while it writes leaves a line without an end: that row was never there.
+            if not line.endswith("\n"):
+                return
+            try:
+                row = unsealed(json.loads(line))
+                row["step"] += 0  # fails unless it is a number
+            except (ValueError, TypeError, KeyError):
+                raise ConfigError(f"{path}, line {number}, is damaged: restore it, or train again") from None
+            yield row
 
 
 def data_options(run: Path, cache_dir: str) -> dict[str, Any]:
