@@ -67,7 +67,7 @@ class Section(BaseModel):
 class Optim(Section):
     lr: float = Field(gt=0)
     min_lr_ratio: float = Field(ge=0, le=1)
-    warmup_steps: int = Field(ge=0)
+    warmup_steps: int = Field(ge=0, le=2**31 - 1)
     weight_decay: float = Field(ge=0)
     beta1: float = Field(ge=0, lt=1)
     beta2: float = Field(ge=0, lt=1)
@@ -142,7 +142,7 @@ class Pattern(Section):
     pattern: list[Name] = Field(min_length=1)
 
 
-class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
+class GPTConfig(Section):
     """Architecture. Widths are in channels; a field left null takes the usual value beside it."""
 
     n_layer: int = Field(4, ge=1, le=1_000)

@@ -12,8 +12,8 @@ import numpy as np
 import tokenizers
 import torch
 
-from conf.files import hub_folder, read_bytes, read_json
-from data.tokenizer import FILE_PATTERN, MAX_RANK, Tokenizer, panics_are_errors
+from conf.files import hub_folder, read_json
+from data.tokenizer import FILE_PATTERN, Tokenizer, panics_are_errors
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "special_tokens_map.json",
@@ -50,8 +50,6 @@ class HFTokenizer(Tokenizer):
         self.files = [folder / name for name in FILES if (folder / name).is_file()]
         values, self.backend = _read(folder, self.name)
         self.vocab_size = max(self.backend.get_vocab().values(), default=0) + 1
-        if self.vocab_size > MAX_RANK:
-            raise ValueError(f"data.tokenizer={self.name} has {self.vocab_size:,} ids: at most {MAX_RANK:,} are read")
         self.label = f"{type(self.backend.model).__name__.lower()}-{self.vocab_size}"  # such as bpe-50257
         self.eot = _end_token(folder, self.backend, self.name)
         self.pieces, self.token_bytes = _byte_pieces(self.backend, self.vocab_size)
@@ -121,7 +119,7 @@ def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
     """The values in tokenizer.json, without padding and truncation, and the library's tokenizer made of them."""
     # Padding and truncation are settings of whoever saved the file. They would change the tokens of our texts.
     try:
-        values = json.loads(read_bytes(folder / "tokenizer.json")) | {"padding": None, "truncation": None}
+        values = json.loads((folder / "tokenizer.json").read_bytes()) | {"padding": None, "truncation": None}
         with panics_are_errors(name, "restore the file"):  # a panic is no Exception, so it would pass the one below
             backend = tokenizers.Tokenizer.from_str(json.dumps(values))
     except FileNotFoundError:
@@ -146,7 +144,7 @@ def _end_token(folder: Path, backend: Any, name: str) -> int:
         end: Any = backend.token_to_id(str(token)) if token else values.get("eos_token_id")
         if isinstance(end, list):  # several tokens may end a text; the first one is ours
             end = end[0] if end else None
-        is_id = type(end) is int and 0 <= end < MAX_RANK
+        is_id = type(end) is int and 0 <= end < 2**32  # what the library takes
         text = backend.id_to_token(end) if is_id else None
         # Usable: it exists, and ordinary text never gives it. Otherwise it would not mark the end of a document.
         if text is not None and end not in backend.encode(text, add_special_tokens=False).ids:

@@ -136,6 +136,8 @@ class GPT(nn.Module):
         checkpointing: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        if type(vocab_size) is not int or vocab_size < 1:
+            raise ValueError(f"vocab_size={vocab_size!r} must be a whole number, and at least 1")
         self.cfg = cfg
         self.vocab_size = vocab_size
         self.train_len = train_len
@@ -185,6 +187,8 @@ class GPT(nn.Module):
                 with shorter windows. They have the same parameters.
             cache: holds the text before `idx`, and gets `idx` too.
         """
+        if idx.dim() != 2 or idx.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{idx.dtype} {tuple(idx.shape)} is not token ids [B, T], of int64 or int32")
         encodings = encodings or self.encodings
         # A context for each distinct encoding, with its tables, softmax scale and temperature, made by
         # `model.position.layer.make_context`. The positions [B, T] of packed documents begin anew in each. Where ranks

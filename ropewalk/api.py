@@ -17,7 +17,7 @@ from conf.options import encoding_names
 from conf.schema import GPTConfig, parse
 from data.base import Data, build_data
 from model import position, serialization
-from model.generation import generate
+from model.generation import check_ids, generate
 from model.gpt import GPT
 from model.position import PositionEncoding, Shape, layer
 from model.position.network import for_length
@@ -30,6 +30,7 @@ from ropewalk.run.directory import RunDir, check_identity, data_options
 from ropewalk.run.stop import INTERRUPTED
 
 MAX_LEN = 2**24  # tokens: the longest training length
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 # Decorates a function: arguments of other types than its signature says are a ValueError, which lists them.
 checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False))
@@ -57,7 +58,7 @@ class Model:
 
         Raises ValueError: it cannot be encoded, or is a tensor of another kind.
         """
-        if not isinstance(text, str) and (text.dim() != 1 or text.is_floating_point()):
+        if not isinstance(text, str) and (text.dim() != 1 or text.dtype not in INTEGERS):
             raise ValueError(f"{text.dtype} {tuple(text.shape)} is not token ids [T]: model.net(idx) takes [B, T]")
         ids = self.data.prompt(text) if isinstance(text, str) else text
         return torch.as_tensor(ids, dtype=torch.int64, device=self.net.embedding.weight.device)
@@ -67,6 +68,7 @@ class Model:
     def logits(self, text: str | Tensor) -> Tensor:
         """Return the logits of the token that follows each token of `text`, fp32 [T, vocabulary]."""
         ids = self.encode(text)
+        check_ids(ids, self.net.vocab_size)
         encodings = for_length(self.net.encodings, len(ids), self.net.train_len)
         return self.net(ids[None], encodings=encodings)[0, :, : self.net.vocab_size].float()
 
@@ -118,8 +120,12 @@ def load(
             all of its options, resolved.
         cache_dir: folder of tokenised data, for `data.prepare`.
 
-    Raises ValueError: no run, a damaged one, or an encoding that cannot read its weights.
+    Raises ValueError: no run, a damaged one, no such device, or an encoding that cannot read its weights.
     """
+    try:
+        torch.ones(1, device=device).item()  # "meta" has no values
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device={device!r} is not available here: {str(error).splitlines()[0]}") from None
     path = opened(run, cache_dir, step)
     reader = None
     if pe is not None:
@@ -268,8 +274,9 @@ def attend(
         k, v: keys and values [B, Hkv, T, D], with its n_kv_head.
         x: the layer's input [B, T, dim], for encodings that depend on it.
 
-    Raises ValueError: a tensor has another shape; the encoding depends on x, which is not given; or it is absolute, and
-    nothing says that the embeddings have their positions.
+    Raises ValueError: a tensor has another shape, type or device than the others or the encoding's parameters; the
+    encoding depends on x, which is not given; or it is absolute, and nothing says that the embeddings have their
+    positions.
     """
     _check_tensors(pe, {"q": q, "k": k, "v": v} | ({} if x is None else {"x": x}))
     if type(pe).embed is not PositionEncoding.embed and not embedded:
@@ -302,3 +309,15 @@ def _check_tensors(pe: PositionEncoding, given: Mapping[str, Tensor]) -> None:
         if tensor.shape != shapes[name]:
             remedy = "of [B, T, H, D] take transpose(1, 2), and there is no cache"
             raise ValueError(f"{name} is {tuple(tensor.shape)}, not {shapes[name]}, as q has T = {length}; {remedy}")
+        is_of_q = (
+            name == "x" or tensor.dtype == q.dtype
+        )  # the layer's input may be wider than what attention computes in
+        if not (tensor.is_floating_point() and is_of_q and tensor.device == q.device):
+            problem = f"{name} is {tensor.dtype} on {tensor.device}, q {q.dtype} on {q.device}"
+            raise ValueError(f"{problem}: all must be floating-point numbers of one type, on one device")
+        for parameter in pe.parameters():
+            if parameter.device != tensor.device or parameter.dtype.itemsize < tensor.dtype.itemsize:
+                problem = (
+                    f"{name} is {tensor.dtype} on {tensor.device}, parameters {parameter.dtype} on {parameter.device}"
+                )
+                raise ValueError(f"{problem}: call pe.to(x)")

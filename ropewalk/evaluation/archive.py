@@ -16,7 +16,7 @@ import pandas as pd
 from pydantic import BaseModel, Field, Json, create_model
 
 from conf.errors import ConfigError
-from conf.files import read_bytes, write_bytes
+from conf.files import write_bytes
 from ropewalk.evaluation.statistics import Sample
 
 SUFFIX = ".jsonl.gz"
@@ -95,8 +95,9 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
     Raises ValueError: a line is damaged, or the file is larger than any that is written.
     """
-    # Zeros compress a thousandfold: a small file could take all memory.
-    for number, line in enumerate(read_bytes(path, LARGEST, gzip.open).splitlines(), start=1):
+    with gzip.open(path) as file:
+        lines = file.readlines()
+    for number, line in enumerate(lines, start=1):
         try:
             result = json.loads(line)
             run = result.pop("run") | {"config": result.pop("config")}

@@ -33,10 +33,10 @@ from pydantic import BaseModel
 
 from conf.errors import ConfigError, flatten
 from conf.files import (
+    PATIENCE,
     append,
     copy_files,
     read_json,
-    read_lines,
     read_yaml,
     refuse_link,
     refuse_links,
@@ -50,7 +50,6 @@ from conf.schema import Config, S, parse, without_gone
 from ropewalk.run.processes import is_rank_zero, rank_zero_only
 from ropewalk.run.provenance import provenance, source_state
 
-PATIENCE = 6  # seconds that a lock is waited for: workers of a killed process may hold it for five
 RESTORE = "restore it, or train again under another name"
 
 
@@ -223,7 +222,8 @@ def lock(run: Path) -> Iterator[None]:
     try:
         held = FileLock(file, timeout=PATIENCE).acquire()
     except Timeout:
-        raise ConfigError(f"another process works on {run}: wait for it, or choose another name=...") from None
+        remedy = f"wait for it, or choose another name=...; if there is none, delete {file}"
+        raise ConfigError(f"another process works on {run}: {remedy}") from None
     with held:
         yield
 
@@ -315,17 +315,18 @@ def check_identity(run: Path, identity: dict[str, Any]) -> None:
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of metrics.jsonl. Raises ConfigError: names a damaged line."""
-    path = run / "metrics.jsonl"
-    for number, line in enumerate(read_lines(path), 1):
-        # A process that is killed while it writes leaves a line without an end: that row was never there.
-        if not line.endswith("\n"):
-            return
-        try:
-            row = unsealed(json.loads(line))
-            row["step"] += 0  # fails unless it is a number
-        except (ValueError, TypeError, KeyError):
-            raise ConfigError(f"{path}, line {number}, is damaged: restore it, or train again") from None
-        yield row
+    path = refuse_link(run / "metrics.jsonl")
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            # A process that is killed while it writes leaves a line without an end: that row was never there.
+            if not line.endswith("\n"):
+                return
+            try:
+                row = unsealed(json.loads(line))
+                row["step"] += 0  # fails unless it is a number
+            except (ValueError, TypeError, KeyError):
+                raise ConfigError(f"{path}, line {number}, is damaged: restore it, or train again") from None
+            yield row
 
 
 def data_options(run: Path, cache_dir: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from model.position.network import Encodings
 from ropewalk.run.processes import (
     ANOTHER_FAILED,
     PARENT,
+    forget_other_launchers,
     gather,
     is_child,
     is_rank_zero,
@@ -100,8 +101,12 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     child = is_child()
     if child:
         die_with_parent(int(os.environ[PARENT]))
-    elif world > 1:
-        os.environ[PARENT] = str(os.getpid())  # for `is_child`, in the processes that Fabric starts
+    elif started_by().on_this_machine:
+        os.environ["SLURM_NTASKS_PER_NODE"] = str(trainer.devices)  # Fabric asks for it, also where srun was not told
+    else:
+        forget_other_launchers()
+        if world > 1:
+            os.environ[PARENT] = str(os.getpid())  # for `is_child`, in the processes that Fabric starts
     fabric = _make_fabric(trainer, hardware, world)
     if not dist.is_initialized():
         yield fabric

@@ -180,13 +180,6 @@ def test_rows_that_are_damaged_or_cut_short(run):
     assert list(read_metrics(run.path)) == [{"step": 1}]
 
 
-def test_a_file_that_would_take_all_memory_is_refused(run):
-    """A few lines of aliases stand for a billion values."""
-    (run.path / "config.yaml").write_text("a: &x [1]\nb: [*x, *x]\n")
-    with pytest.raises(ValueError, match="has an alias"):
-        read_config(run.path)
-
-
 def test_nothing_is_written_into_another_run_that_takes_its_place(make, run):
     shutil.rmtree(run.path)
     make("seed=1").create(DATA)
