@@ -41,6 +41,7 @@ from ropewalk.training.hardware import Hardware, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from ropewalk.training.ranks import Ranks, assign
 from ropewalk.training.schedule import Schedule, draw_positions
+from ropewalk.training.screen import Screen
 
 if TYPE_CHECKING:  # slow to import: `distributed.launch` does it, after the configuration is checked
     from lightning.fabric import Fabric
@@ -195,7 +196,7 @@ class Training:
         totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.fabric.device)
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
-        with noting_signals(t.time_limit) as signals:
+        with noting_signals(t.time_limit) as signals, Screen(cfg, self.evaluator.tokens()) as screen:
             for step in range(progress.step + 1, t.max_steps + 1):
                 step_totals, norm = self.step(step, batches, self.schedule.at(step))
                 totals += step_totals
@@ -204,13 +205,13 @@ class Training:
                 # What is due after this step. Signals and clocks differ among ranks, but stopping and saving take all
                 # of them: if one rank must, all do.
                 late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
-                stopping, late = processes.any_rank(bool(signals), late)
+                stopping, late, showing = processes.any_rank(bool(signals), late, screen.is_due())
                 last = step == t.max_steps
                 validating = step % t.val_every == 0 or last
                 logging = step % t.log_every == 0 or step == 1 or validating
                 measuring = step in cfg.eval.at
                 saving = step % t.checkpoint_every == 0 or last or late or stopping
-                if logging or measuring or saving:
+                if logging or measuring or saving or showing:
                     # A GPU only queues steps. Reading their norms waits for them, and then the clock is read.
                     check_finite(self.net, norms, step, cfg.optim)
                     norms.clear()
@@ -220,8 +221,10 @@ class Training:
                     progress.peak_memory = max(progress.peak_memory, peak_memory(self.hardware.device))
                     # The row comes before the checkpoint, which says how many rows there are.
                     if logging:
-                        self.log(run, logger, progress, norm, validating=validating)
+                        screen.show(self.log(run, logger, progress, norm, validating=validating))
                         totals.zero_()
+                    elif showing:
+                        screen.show(rows.training_row(progress, cfg))
                     if measuring:
                         self.evaluator.measure(run, step)
                     if saving:
@@ -305,8 +308,10 @@ class Training:
         self.fabric.backward(loss * weight / t.grad_accum_steps)
         return torch.stack((loss.detach() * share, share))
 
-    def log(self, run: RunDir, logger: Any, progress: checkpoints.Progress, norm: Tensor, *, validating: bool) -> None:
-        """Write a row of metrics.jsonl about the steps since the last one, print it, and show it in the tracker."""
+    def log(
+        self, run: RunDir, logger: Any, progress: checkpoints.Progress, norm: Tensor, *, validating: bool
+    ) -> dict[str, Any]:
+        """Write a row of metrics.jsonl about the steps since the last one, show it in the tracker, and return it."""
         row = rows.training_row(progress, self.cfg)
         row |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
         if validating:
@@ -315,11 +320,11 @@ class Training:
             row |= rows.validation_row(validation, metrics_of(self.net.encodings))
         processes.on_rank_zero(lambda: run.append(row))
         logger.log(row)
-        rows.show(row, self.cfg)
         progress.rows += 1
         progress.logged_step = progress.step
         progress.logged_seconds = progress.seconds
         progress.loss_sum = progress.loss_weight = 0.0
+        return row
 
 
 def main(composed: DictConfig) -> float:

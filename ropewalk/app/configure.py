@@ -38,7 +38,8 @@ def train_values(*overrides: str) -> dict[str, Any]:
 def configure(config: DictConfig) -> Config:
     """Return the configuration of a run, checked, with nothing left open but what a machine decides.
 
-    On rank zero prints a warning if the learning rate never leaves its warm-up.
+    On rank zero prints which settings a published model brings, and a warning if the learning rate never leaves its
+    warm-up.
 
     Args:
         config: what Hydra has composed from conf/train.yaml.
@@ -46,6 +47,8 @@ def configure(config: DictConfig) -> Config:
     Raises ValueError: a line for each mistake.
     """
     cfg = resolve(merged(config))
+    if started_by().rank == 0 and _takes_extend(config):
+        print("settings of experiment=extend hold where yours say nothing")
     warmup, steps = cfg.optim.warmup_steps, cfg.trainer.max_steps
     if started_by().rank == 0 and warmup >= steps > 0:
         print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)
@@ -74,7 +77,7 @@ def merged(config: DictConfig) -> dict[str, Any]:
     else:
         beneath["pe"] = base["pe"]
         values["pe"] = {key: value for key, value in values["pe"].items() if f"pe.{key}" in chosen}
-    if source.startswith("hf:") and "experiment" not in chosen:
+    if _takes_extend(config):
         beneath |= options_of("experiment", "extend")
     if not values["trainer"]["max_steps"]:  # without training the weights stay those of their own length
         beneath["train_len"] = base["train_len"]
@@ -83,6 +86,11 @@ def merged(config: DictConfig) -> dict[str, Any]:
     if not values["init_partial"]:
         _check_fit(source, base, values)
     return values
+
+
+def _takes_extend(config: DictConfig) -> bool:
+    """Whether a run starts from a model of transformers, and no experiment is chosen: it is a short fine-tuning."""
+    return str(config.init_from).startswith("hf:") and "experiment" not in typed()
 
 
 def typed() -> set[str]:

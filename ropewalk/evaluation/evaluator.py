@@ -145,6 +145,12 @@ class Evaluator:
             "length": part.length,
         }
 
+    def tokens(self) -> int:
+        """About how many tokens `measure` will read, to estimate its time."""
+        lengths, *_ = plans(self.data, self.cfg)
+        of_variant = self.cfg.eval.sequences * sum(part.length for part in lengths.parts)
+        return of_variant * len(self._variants())
+
     def rehearse(self) -> None:
         """Read one text of each set that `cfg.eval` asks for, so that an error comes now.
 
