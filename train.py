@@ -12,7 +12,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig
@@ -129,6 +129,17 @@ def complete(run: RunDir, fabric: "Fabric", hardware: Hardware) -> None:
                 logger.publish()
 
 
+class Due(NamedTuple):
+    """What there is to do after a step."""
+
+    logging: bool
+    validating: bool
+    measuring: bool
+    saving: bool
+    showing: bool  # how far it is, on the screen
+    stopping: bool
+
+
 class Training:
     """A network, its optimizer and its data.
 
@@ -202,16 +213,8 @@ class Training:
                 totals += step_totals
                 norms.append(norm)
 
-                # What is due after this step. Signals and clocks differ among ranks, but stopping and saving take all
-                # of them: if one rank must, all do.
-                late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
-                stopping, late, showing = processes.any_rank(bool(signals), late, screen.is_due())
-                last = step == t.max_steps
-                validating = step % t.val_every == 0 or last
-                logging = step % t.log_every == 0 or step == 1 or validating
-                measuring = step in cfg.eval.at
-                saving = step % t.checkpoint_every == 0 or last or late or stopping
-                if logging or measuring or saving or showing:
+                due = self.due(step, time.perf_counter() - saved, told_to_stop=bool(signals), showing=screen.is_due())
+                if due.logging or due.measuring or due.saving or due.showing:
                     # A GPU only queues steps. Reading their norms waits for them, and then the clock is read.
                     check_finite(self.net, norms, step, cfg.optim)
                     norms.clear()
@@ -220,14 +223,14 @@ class Training:
                     progress.loss_sum, progress.loss_weight = totals.tolist()
                     progress.peak_memory = max(progress.peak_memory, peak_memory(self.hardware.device))
                     # The row comes before the checkpoint, which says how many rows there are.
-                    if logging:
-                        screen.show(self.log(run, logger, progress, norm, validating=validating))
+                    if due.logging:
+                        screen.show(self.log(run, logger, progress, norm, validating=due.validating))
                         totals.zero_()
-                    elif showing:
+                    elif due.showing:
                         screen.show(rows.training_row(progress, cfg))
-                    if measuring:
+                    if due.measuring:
                         self.evaluator.measure(run, step)
-                    if saving:
+                    if due.saving:
                         # The rows must reach the disk before the checkpoint that counts them.
                         run.sync()
                         checkpoints.save(run.checkpoints, self.net, self.optimizer, progress, keep=t.keep_checkpoints)
@@ -236,7 +239,7 @@ class Training:
                     started = time.perf_counter()
 
                 # After the checkpoint, so that nothing is lost.
-                if stopping:
+                if due.stopping:
                     break
 
             # Also after a signal during the last step or what followed it: all is saved, and measurements can wait.
@@ -245,6 +248,23 @@ class Training:
                 reason = ", ".join(signals) or "another process was told to stop"
                 print(f"{reason}: stopped after step {progress.step}; rerun the same command to resume")
                 raise SystemExit(INTERRUPTED if interrupted else STOPPED)
+
+    def due(self, step: int, since_saved: float, *, told_to_stop: bool, showing: bool) -> Due:
+        """What is due after `step`, `since_saved` seconds after the last checkpoint. All ranks call it."""
+        t = self.cfg.trainer
+        # Signals and clocks differ among ranks, but stopping and saving take all of them: if one rank must, all do.
+        late = since_saved > 60 * t.checkpoint_minutes
+        stopping, late, showing = processes.any_rank(told_to_stop, late, showing)
+        last = step == t.max_steps
+        validating = step % t.val_every == 0 or last
+        return Due(
+            logging=step % t.log_every == 0 or step == 1 or validating,
+            validating=validating,
+            measuring=step in self.cfg.eval.at,
+            saving=step % t.checkpoint_every == 0 or last or late or stopping,
+            showing=showing,
+            stopping=stopping,
+        )
 
     def micro_batches(self, start_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The texts that this rank reads or shares, from the step after `start_step` on.

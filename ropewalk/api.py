@@ -15,8 +15,8 @@ from torch import Tensor
 from conf.options import encoding as options_of_encoding
 from conf.options import encoding_names
 from conf.schema import GPTConfig, parse
-from data.base import Data, build_data
-from model import position, serialization
+from data.base import Data
+from model import position
 from model.generation import check_ids, generate
 from model.gpt import GPT
 from model.position import PositionEncoding, Shape, layer
@@ -26,7 +26,7 @@ from ropewalk.app.configure import configure
 from ropewalk.app.init_from import opened
 from ropewalk.app.resolve import variants
 from ropewalk.report import frame, table
-from ropewalk.run.directory import RunDir, check_identity, data_options
+from ropewalk.run.directory import RunDir
 from ropewalk.run.stop import INTERRUPTED
 
 MAX_LEN = 2**24  # tokens: the longest training length
@@ -112,7 +112,7 @@ def load(
 ) -> Model:  # fmt: skip
     """Load the trained model in a run directory, or the model of transformers hf:FOLDER_OR_HUB_ID.
 
-    A model of transformers becomes a run directory first, and so does a checkpoint.
+    A model of transformers becomes a run directory first.
 
     Args:
         step: of the checkpoint to take; None: the final weights, or the newest checkpoint of a run that was stopped.
@@ -126,16 +126,14 @@ def load(
         torch.ones(1, device=device).item()  # "meta" has no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device={device!r} is not available here: {str(error).splitlines()[0]}") from None
-    path = opened(run, cache_dir, step)
-    reader = None
+    trained = opened(run, cache_dir, step)
+    variant = None
     if pe is not None:
         spec = {"pe": pe, **options} if isinstance(pe, str) else pe
-        (reader,) = variants(serialization.describe(path), [spec])
+        (variant,) = variants(trained.description, [spec])
     elif options:
         raise ValueError(f"{', '.join(options)}: options of an encoding need its name, as in pe='yarn'")
-    data = build_data(data_options(path, cache_dir))
-    check_identity(path, data.tokenizer_identity())
-    return Model(serialization.load(path, pe=reader).to(device), data)
+    return Model(trained.network(variant).to(device), trained.data)
 
 
 @checked

@@ -229,6 +229,10 @@ def test_a_model_of_transformers_is_read_as_it_is(train, script, monkeypatch, tm
 
     torch.testing.assert_close(model.logits("a rope walk"), expected, rtol=1e-4, atol=1e-5)
 
+    small_llama(tmp_path / "llama", vocab_size=301)
+    with pytest.raises(ValueError, match=r"llama-rope-16 holds earlier weights of \S+: rename or delete it"):
+        ropewalk.load(folder, cache_dir=str(tmp_path))
+
 
 def test_beginning_with_a_model_of_transformers(extend, tmp_path):
     """A Llama trained elsewhere, with its own base, is extended by a recipe of its own, and keeps its tokenizer.

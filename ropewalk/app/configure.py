@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 from conf.errors import ConfigError, flatten
 from conf.options import encoding, file_of, options_of, over
 from conf.schema import Config
-from model import serialization
 from ropewalk.app.compose import composed, plain
 from ropewalk.app.resolve import (
     Options,
@@ -144,13 +143,12 @@ def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
     readable(base, values["pe"], remedy="init_partial=true starts from them all the same", dropping=True)
 
 
-def evaluation(path: Path, pe: Options | None, asked: Options) -> Config:
+def evaluation(path: Path, trained: Options, pe: Options | None, asked: Options) -> Config:
     """Return the configuration of the run at `path`; what was typed of `asked`, the program's `eval`, holds.
 
-    With `pe`, which the command line chose, that encoding is the only variant. Raises ValueError: the run is damaged,
-    or an encoding cannot read its weights.
+    With `pe`, which the command line chose, that encoding is the only variant. `trained` is what model.json says.
+    Raises ValueError: the run is damaged, or an encoding cannot read its weights.
     """
-    trained = serialization.describe(path)
     values = load_config(path).model_dump()
     # What is read is the network of model.json, which carries a checksum.
     values |= {key: trained[key] for key in ("model", "pe", "train_len")}

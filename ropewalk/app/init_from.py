@@ -1,15 +1,13 @@
-"""A trained model to start from or to read: a run of its own, if it is none yet, and its weights."""
+"""A trained model to start from or to read: a run, one of its checkpoints, or a model of transformers."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from conf.errors import ConfigError
 from conf.files import read_json
-from conf.schema import Config
+from conf.schema import GPTConfig, parse
 from data.base import Data, build_data
 from data.text import TextData
 from model import serialization
@@ -17,91 +15,94 @@ from model.gpt import GPT
 from ropewalk import hf
 from ropewalk.app.compose import quoted
 from ropewalk.app.configure import train_values
-from ropewalk.app.resolve import Options, base_model, check, load_config, original_len, resolve
-from ropewalk.run.directory import RunDir, data_options, find, read_environment, steps_in
+from ropewalk.app.resolve import Options, base_model, load_config, original_len, resolve
+from ropewalk.run.directory import RunDir, check_identity, data_options, find, steps_in
 from ropewalk.training import checkpoints
 from ropewalk.training.ranks import assign
 
 
-def opened(run: str | Path, cache_dir: str = "prepared", step: int | None = None) -> Path:
-    """Return the directory of a trained run. Any other model becomes a run of 0 steps first, whose path is printed.
+class Trained(NamedTuple):
+    """A trained network on the disk: the final weights of a run, or those of a checkpoint."""
+
+    run: Path  # its directory
+    step: int | None  # of the checkpoint; None: the final weights
+    description: dict[str, Any]  # what model.json says, or would say
+    data: Data  # not prepared
+
+    def network(self, pe: dict[str, Any] | None = None) -> GPT:
+        """Return the network in evaluation mode, read with the encoding `pe` instead of its own, if there is one.
+
+        Raises ValueError: a file is missing or damaged, or the weights do not fit.
+        """
+        if self.step is None:
+            return serialization.load(self.run, pe=pe)
+        like = self.description
+        net = GPT(
+            parse(GPTConfig, like["model"]), pe or like["pe"], vocab_size=like["vocab_size"],
+            train_len=like["train_len"],
+        )  # fmt: skip
+        checkpoints.resume(self.run / "checkpoints", net, torch.optim.AdamW(net.parameters()), only=self.step)
+        return net.eval()
+
+
+def opened(run: str | Path, cache_dir: str = "prepared", step: int | None = None) -> Trained:
+    """Return a trained network. A model of transformers becomes a run of 0 steps first, whose path is printed.
 
     Args:
         run: a run directory, or hf:FOLDER_OR_HUB_ID for a model of transformers.
+        cache_dir: folder of tokenised data.
         step: of the checkpoint to take; None: the final weights, or the newest checkpoint of a run that was stopped.
 
     Raises ValueError: there is no such model or checkpoint, or it cannot be read.
     """
-    source = str(run)
-    if source.startswith("hf:"):
-        base = base_model(source)
-        places = f"init_from={quoted(source)}", f"data.cache_dir={quoted(cache_dir)}"
-        cfg = resolve(train_values(*places, "trainer.max_steps=0"))
-        fill = partial(load_weights, base=base, partial=False)
-        return _run_of(cfg, base, fill, made_of=hf.read_model(source).identity(), length=base["original_len"])
-    path = find(source)
+    path = directory(run, cache_dir)
     steps = steps_in(path / "checkpoints")
-    if step is None and ((path / "training.json").is_file() or not steps):
-        return path
-    step = steps[-1] if step is None else step
-    if step not in steps:
+    if step is None and steps and not (path / "training.json").is_file():
+        step = steps[-1]
+    if step is not None and step not in steps:
         raise ConfigError(f"{path} has no checkpoint of step {step}: its steps are {steps}")
-    trained = load_config(path)
-    base = base_model(trained.init_from)
-    cfg = _of_checkpoint(trained, path, step, cache_dir)
-    load = partial(_load_checkpoint, path / "checkpoints", step)
-    return _run_of(
-        cfg,
-        base,
-        load,
-        made_of=read_environment(path).run_id,
-        length=original_len(trained, base),
-    )
+    data = build_data(data_options(path, cache_dir))
+    check_identity(path, data.tokenizer_identity())
+    if step is None or (path / serialization.DESCRIPTION).is_file():
+        description = serialization.describe(path)
+    else:
+        cfg = load_config(path)
+        base = base_model(cfg.init_from)
+        description = {
+            "model": cfg.model.model_dump(),
+            "pe": cfg.pe,
+            "vocab_size": vocab_size(data, base),
+            "train_len": cfg.train_len,
+            "original_len": original_len(cfg, base),
+        }
+    return Trained(path, step, description, data)
 
 
-def _of_checkpoint(cfg: Config, path: Path, step: int, cache_dir: str) -> Config:
-    """The configuration of a run of 0 steps that has the weights of a checkpoint of the run at `path`."""
-    values = cfg.model_dump()
-    values["trainer"]["max_steps"] = 0
-    values["eval"]["at"] = []
-    own = {
-        "name": f"{path.name}-step{step}",
-        "runs_dir": str(path.parent),
-        "init_from": f"{path}@{step}",
-        "stages": [],
-        "data": data_options(path, cache_dir),
-    }
-    return check(values | own)
-
-
-def _load_checkpoint(folder: Path, step: int, net: GPT) -> None:
-    checkpoints.resume(folder, net, torch.optim.AdamW(net.parameters()), only=step)
-
-
-def _run_of(cfg: Config, base: Options, fill: Callable[[GPT], Any], made_of: str, length: int) -> Path:
-    """Return the directory of the run of 0 steps `cfg`; make it of the weights that `fill` gives a network.
-
-    Args:
-        base: the model that the weights began with, if any.
-        made_of: tells them from later ones under the same name: the hash of a model's files, or the run_id of a run.
-        length: their `original_len`.
-    """
-    run = RunDir(cfg)
-    run.check()
-    if not (run.path / serialization.DESCRIPTION).is_file():
+def directory(run: str | Path, cache_dir: str) -> Path:
+    """Return the directory of a run; of a model of transformers that of a run of 0 steps, made if there is none yet."""
+    source = str(run)
+    if not source.startswith("hf:"):
+        return find(source)
+    base = base_model(source)
+    places = f"init_from={quoted(source)}", f"data.cache_dir={quoted(cache_dir)}"
+    cfg = resolve(train_values(*places, "trainer.max_steps=0"))
+    made_of = hf.read_model(source).identity()  # tells these weights from later ones under the same name
+    place = RunDir(cfg)
+    place.check()
+    if not (place.path / serialization.DESCRIPTION).is_file():
         data = build_data(cfg.data)
         net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size(data, base), train_len=cfg.train_len)
-        fill(net)
+        load_weights(net, base, partial=False)
         data.prepare()
         identity = data.identity()
-        with run.lock():
-            run.create(identity | {"made_of": made_of}, data.tokenizer_files())
-            serialization.save(net, run.path, pe=cfg.pe, tokenizer=identity, original_len=length)
+        with place.lock():
+            place.create(identity | {"made_of": made_of}, data.tokenizer_files())
+            serialization.save(net, place.path, pe=cfg.pe, tokenizer=identity, original_len=base["original_len"])
     # None: an older version has made the run, and nothing tells its weights from others.
-    elif read_json(run.path / "data.json").get("made_of") not in (None, made_of):
-        raise ConfigError(f"{run.path} holds earlier weights of {cfg.init_from}: rename or delete it, and try again")
-    print(f"{cfg.init_from} is the run {run.path}")
-    return run.path
+    elif read_json(place.path / "data.json").get("made_of") not in (None, made_of):
+        raise ConfigError(f"{place.path} holds earlier weights of {source}: rename or delete it, and try again")
+    print(f"{source} is the run {place.path}")
+    return place.path
 
 
 def vocab_size(data: Data, base: Options) -> int:

@@ -185,7 +185,9 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
         """Return every number that was measured. For RULER the means over its tasks come first."""
         scored = [measured for measured in self.measured if any(measured.tokens)]  # the others have no mean
         rows = [row for measured in scored for row in self.rows_of(measured)]
-        return [*_means_over_tasks(rows), *rows] if self.kind == "ruler" else rows
+        if self.kind == "ruler":
+            return [*_means_over_tasks(rows), *rows]
+        return rows
 
     def rows_of(self, m: Measured) -> list[Row]:
         """Return the numbers of one part, the main one first."""
