@@ -239,6 +239,9 @@ ARCHIVES: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "dropping": by_length,
     "newer": by_length,
     "olmpool": at_lengths,
+    "nope": full,
+    "gates": full,
+    "gates_switch": full,
 }
 EFFECTS = {
     "qk_norm": effects.of_norm,
@@ -246,9 +249,12 @@ EFFECTS = {
     "dropping": effects.of_dropping,
     "newer": effects.of_newer,
     "olmpool": effects.of_features,
+    "gates": effects.of_gates,
+    "gates_switch": effects.of_gates,
 }
-COUNTED = {"switch": 0.01}  # the hazard of tables beside which the counter of pairs stands; at 0 it is the optimum
-PAGES = {"qk_norm_code": "qk_norm"}  # the pages whose name is not that of the table
+# The hazard of tables beside which the counter of pairs stands. At 0 it is the best possible predictor.
+COUNTED = {"switch": 0.01, "gates_switch": 0.01}
+PAGES = {"qk_norm_code": "qk_norm", "gates_switch": "gates", "nope": "learning_rates"}  # the pages whose name is not that of the table
 
 
 if __name__ == "__main__":

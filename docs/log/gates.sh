@@ -29,14 +29,8 @@ if [ "${1:-}" = rates ]; then
     exit
 fi
 for seed in ${SEEDS-0 1 2 3 4}; do
-    for arm in ${ARMS-constant slopes fitted tenfold}; do
+    for arm in ${ARMS-fox tenfold constant slopes fitted alibi kerple}; do
         train $(options $arm) seed=$seed runs_dir=runs/gates name=$arm-s$seed
         train $(options $arm) seed=$seed data.switch=0.01 runs_dir=runs/gates_switch name=$arm-s$seed
-    done
-done
-# The others have five seeds in docs/log/markov.md, and three in docs/log/switch.md.
-for seed in ${MORE_SEEDS-3 4}; do
-    for arm in fox kerple alibi; do
-        train pe=$arm seed=$seed data.switch=0.01 runs_dir=runs/gates_switch name=$arm-s$seed
     done
 done
