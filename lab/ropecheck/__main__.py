@@ -51,7 +51,7 @@ def golden() -> dict[str, Any]:
                 "inv_freq": inv_freq(s).tolist(),
                 "attention_factor": s["attention_factor"],
                 "scores": scores.tolist(),
-                "logits": logits.round(6).tolist(),
+                "logits": logits.round(4).tolist(),
             }
         cases.append({"name": name, "kind": kind, "config": config, "lengths": numbers})
     vectors = {"q": q.ravel().tolist(), "k": k.ravel().tolist(), "distances": DISTANCES}
@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
     lines = []
     try:
         if kind == "vectors":
-            args.path.write_text(json.dumps(golden()) + "\n")
+            args.path.write_text(json.dumps(golden(), separators=(",", ":")) + "\n")
         elif kind == "model":
             tiny.write(args.path, configs[args.case])
         elif kind in ("http", "https"):

@@ -46,7 +46,6 @@ def rounded(x: np.ndarray) -> np.ndarray:
 FAULTS: tuple[Fault, ...] = (
     ("the scaling is ignored", lambda s: UNSCALED),
     ("{name} is off up to {original} tokens", lambda s: s["length"] <= s["original"] and UNSCALED),
-    ("{name} is off above {original} tokens", lambda s: s["length"] > s["original"] and UNSCALED),
     ("the scaling in rope_scaling is ignored", lambda s: not s["is_new"] and UNSCALED),
     ("the scaling in rope_parameters is ignored", lambda s: s["is_new"] and UNSCALED),
     ("rope_parameters is ignored, its base too", lambda s: s["is_new"] and UNSCALED | {"rope_theta": 1e4}),
@@ -95,7 +94,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     (
         "{name} is computed as linear scaling",
-        lambda s: s["rope_type"] != "default" and UNSCALED | {"rope_type": "linear"},
+        lambda s: typed(s, "dynamic", "yarn", "llama3", "longrope", rope_type="linear", attention_factor=1.0),
     ),
     (
         "low_freq_factor and high_freq_factor are swapped",
