@@ -2,7 +2,6 @@
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import import_module
@@ -33,11 +32,12 @@ def check(engine: Engine, cases: Sequence[tuple[str, dict[str, Any], str]], tole
     """Return lines about how an engine disagrees with the settings.
 
     Args:
-        cases: name, configuration, kind of layer. A case that the engine refuses by any error is left out with a
-            warning; where it refuses all, that is a ValueError.
+        cases: name, configuration, kind of layer. Those that the engine refuses by any error are printed; where it
+            refuses all, that is a ValueError.
         tolerance: largest difference of cos and sin times the attention factor.
     """
     items = []
+    refused = {}
     for name, config, kind in cases:
         s = settings(config, kind)
         # At the end once more, after a longer text.
@@ -46,7 +46,7 @@ def check(engine: Engine, cases: Sequence[tuple[str, dict[str, Any], str]], tole
             try:
                 first, second = engine(config, positions, kind)
             except Exception as error:
-                warnings.warn(f"{name} is left out, the engine refuses it: {error!r}", stacklevel=2)
+                refused[name] = repr(error)
                 break
             first = np.asarray(first, dtype=float)
             if first.ndim == 1:
@@ -55,6 +55,8 @@ def check(engine: Engine, cases: Sequence[tuple[str, dict[str, Any], str]], tole
             rotation = (first + 1j * np.asarray(second)).reshape(len(positions), -1)
             s = s | {"length": length, "so_far": max(length, s["so_far"])}
             items.append((name, s, positions, rotation))
+    for name, error in refused.items():
+        print(f"{name} is not checked, the engine refuses it: {error}")
     if not items:
         raise ValueError("the engine refuses all cases")
     return explain(items, partial(difference, tolerance))

@@ -49,6 +49,10 @@ FAULTS: tuple[Fault, ...] = (
     ("the scaling in rope_scaling is ignored", lambda s: not s["is_new"] and UNSCALED),
     ("the scaling in rope_parameters is ignored", lambda s: s["is_new"] and UNSCALED),
     ("rope_parameters is ignored, its base too", lambda s: s["is_new"] and UNSCALED | {"rope_theta": 1e4}),
+    (
+        "rope_parameters is ignored, the bases are Gemma 3's",
+        lambda s: s["is_new"] and UNSCALED | {"rope_theta": 1e4 if s["kind"] == SLIDING else 1e6},
+    ),
     ("the base is 10000 instead of {rope_theta:g}", lambda s: {"rope_theta": 1e4}),
     ("the base is 1000000 instead of {rope_theta:g}", lambda s: {"rope_theta": 1e6}),
     ("the base in rope_parameters is ignored: 10000", lambda s: s["is_new"] and {"rope_theta": 1e4}),
