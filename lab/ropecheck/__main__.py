@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("target")
     parser.add_argument("path", nargs="?", type=Path, help="what to write")
     parser.add_argument("--case", default="yarn", choices=configs, help="of the tiny model")
-    parser.add_argument("--tolerance", type=float, help="of cos and sin (1e-4), or of a server in nats (0.01)")
+    parser.add_argument("--tolerance", type=float, help="of cos and sin (1e-4), or of a server in nats (0.05)")
     args = parser.parse_args(arguments)
     tolerance = {"tolerance": args.tolerance} if args.tolerance else {}
     kind, _, name = args.target.partition(":")

@@ -101,12 +101,6 @@ FAULTS: tuple[Fault, ...] = (
         lambda s: typed(s, "dynamic", "yarn", "llama3", "longrope", rope_type="linear", attention_factor=1.0),
     ),
     (
-        "low_freq_factor and high_freq_factor are swapped",
-        lambda s: typed(
-            s, "llama3", low_freq_factor=s.get("high_freq_factor"), high_freq_factor=s.get("low_freq_factor")
-        ),
-    ),
-    (
         "low_freq_factor and high_freq_factor are ignored: 1 and 4",
         lambda s: typed(s, "llama3", low_freq_factor=1.0, high_freq_factor=4.0),
     ),

@@ -143,7 +143,7 @@ def difference(tolerance: float, is_decode: bool, faults: Sequence[Fault], item:
     return float(np.nanmax(counted)) / tolerance
 
 
-def check(url: str, config: dict[str, Any], tolerance: float = 0.01) -> list[str]:
+def check(url: str, config: dict[str, Any], tolerance: float = 0.05) -> list[str]:
     """Return lines about how a server disagrees with the configuration of the tiny model that it has."""
     items = ask(url, config)
     wrong = explain(items, partial(difference, tolerance, False))
