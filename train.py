@@ -114,12 +114,12 @@ def complete(run: RunDir, fabric: "Fabric", hardware: Hardware) -> None:
 
             # The final weights, what they are worth, and then the file that says that all is done.
             weights = checkpoints.on_cpu(net.state_dict())  # all ranks gather them; rank zero writes
-            description: dict[str, Any] = {
-                "pe": cfg.pe,
-                "tokenizer": identity,
-                "original_len": original_len(cfg, base),
-            }
-            processes.on_rank_zero(lambda: serialization.save(net, run.path, weights=weights, **description))
+            length = original_len(cfg, base)
+            processes.on_rank_zero(
+                lambda: serialization.save(
+                    net, run.path, weights=weights, pe=cfg.pe, tokenizer=identity, original_len=length
+                )
+            )
             validation = training.evaluator.validate()
             training.evaluator.measure(run, progress.step)
             if processes.is_rank_zero():

@@ -254,7 +254,8 @@ EFFECTS = {
 }
 # The hazard of tables beside which the counter of pairs stands. At 0 it is the best possible predictor.
 COUNTED = {"switch": 0.01, "gates_switch": 0.01}
-PAGES = {"qk_norm_code": "qk_norm", "gates_switch": "gates", "nope": "learning_rates"}  # the pages whose name is not that of the table
+# The pages whose name is not that of the table.
+PAGES = {"qk_norm_code": "qk_norm", "gates_switch": "gates", "nope": "learning_rates"}
 
 
 if __name__ == "__main__":
