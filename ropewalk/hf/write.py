@@ -107,7 +107,7 @@ def _write_configs(folder: Path, bos_token_id: int | None, eos_token_id: int | N
 
 
 def _period(values: dict[str, Any]) -> dict[str, int]:
-    """What stood in the place of layer_types in Gemma 3 before 4.53: 6 if each sixth layer, and no other, has no window.
+    """What Gemma 3 had in the place of layer_types before 4.53: 6 if each sixth layer, and no other, has no window.
 
     Returns:
         Nothing if no number says it.
