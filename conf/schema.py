@@ -100,6 +100,7 @@ class Trainer(Section):
     checkpointing: bool
     deterministic: bool = False
     kernels: bool | Literal["auto"] = False
+    time_limit: float | None = Field(None, gt=0)
 
 
 class Eval(Section):
@@ -206,6 +207,7 @@ class Config(Section):
     runs_dir: str
     train_len: int = Field(ge=2, le=2**24)
     stages: list[Stage]
+    objective: Literal["validation"] | Annotated[float, Field(gt=0)] = "validation"
     init_from: str | None
     init_partial: bool
     init_optimizer: bool
@@ -267,7 +269,6 @@ GONE = {
     "overwrite": ...,
     "trainer.checkpoint_parts": ...,
     "trainer.num_nodes": ...,
-    "trainer.time_limit": ...,
 }
 
 

@@ -13,6 +13,7 @@ from conf.files import announce, read_json, refuse_link, sealed, sha256, unseale
 from conf.schema import GPTConfig, parse, without_gone
 from model import position
 from model.gpt import GPT
+from model.mix import OLD_NAME
 
 FORMAT = 2
 WEIGHTS = "model.safetensors"
@@ -147,7 +148,7 @@ def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     A checkpoint's names end in that of a moment, too.
     """
-    return {name.replace("attn.qkv_conv.weight", "attn.mix.conv"): tensor for name, tensor in tensors.items()}
+    return {name.replace(f"attn.{OLD_NAME}", "attn.mix.conv"): tensor for name, tensor in tensors.items()}
 
 
 def mismatched_tensors(net: GPT, weights: dict[str, Tensor]) -> list[str]:

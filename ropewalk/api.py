@@ -2,26 +2,32 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
 import torch
+from omegaconf import DictConfig
 from pydantic import ConfigDict, Field, validate_call
 from torch import Tensor
 
+from conf.options import encoding as options_of_encoding
+from conf.options import encoding_names
 from conf.schema import GPTConfig, parse
-from data.base import Data, build_data
-from model import position, serialization
+from data.base import Data
+from model import position
 from model.generation import check_ids, generate
 from model.gpt import GPT
 from model.position import PositionEncoding, Shape, layer
 from model.position.network import for_length
-from ropewalk.app import cli
+from ropewalk.app.compose import composed
+from ropewalk.app.configure import configure
 from ropewalk.app.init_from import opened
 from ropewalk.app.resolve import variants
 from ropewalk.report import frame, table
-from ropewalk.run.directory import check_identity, data_options
+from ropewalk.run.directory import RunDir
+from ropewalk.run.stop import INTERRUPTED
 
 MAX_LEN = 2**24  # tokens: the longest training length
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -29,7 +35,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 # Decorates a function: arguments of other types than its signature says are a ValueError, which lists them.
 checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False))
 
-encodings = cli.encoding_names
+encodings = encoding_names
 
 
 class Model:
@@ -106,7 +112,7 @@ def load(
 ) -> Model:  # fmt: skip
     """Load the trained model in a run directory, or the model of transformers hf:FOLDER_OR_HUB_ID.
 
-    A model of transformers becomes a run directory first, and so does a checkpoint.
+    A model of transformers becomes a run directory first.
 
     Args:
         step: of the checkpoint to take; None: the final weights, or the newest checkpoint of a run that was stopped.
@@ -120,16 +126,14 @@ def load(
         torch.ones(1, device=device).item()  # "meta" has no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device={device!r} is not available here: {str(error).splitlines()[0]}") from None
-    path = opened(run, cache_dir, step)
-    reader = None
+    trained = opened(run, cache_dir, step)
+    variant = None
     if pe is not None:
         spec = {"pe": pe, **options} if isinstance(pe, str) else pe
-        (reader,) = variants(serialization.describe(path), [spec])
+        (variant,) = variants(trained.description, [spec])
     elif options:
         raise ValueError(f"{', '.join(options)}: options of an encoding need its name, as in pe='yarn'")
-    data = build_data(data_options(path, cache_dir))
-    check_identity(path, data.tokenizer_identity())
-    return Model(serialization.load(path, pe=reader).to(device), data)
+    return Model(trained.network(variant).to(device), trained.data)
 
 
 @checked
@@ -198,6 +202,34 @@ def runs(
     return table.results(loaded, reference)
 
 
+def train(*overrides: str, config: DictConfig | None = None) -> Path:
+    """Train, evaluate and report a run in this process, or resume it, as `python train.py` does with these overrides.
+
+    Args:
+        overrides: those of the command line, such as "pe=yarn" and "trainer.max_steps=100".
+        config: instead of overrides: what a Hydra program of your own has composed from conf/train.yaml.
+
+    Returns:
+        The directory of the run.
+
+    Raises:
+        ValueError: a mistake, with the remedy, before anything is written.
+        KeyboardInterrupt: after Ctrl-C, and a checkpoint. The same call resumes.
+        SystemExit: after another signal, and a checkpoint.
+    """
+    from train import train as train_run
+
+    with composed("train", *overrides) if config is None else nullcontext(config) as chosen:
+        cfg = configure(chosen)
+    try:
+        train_run(cfg)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            raise KeyboardInterrupt from None
+        raise
+    return RunDir(cfg).path
+
+
 @checked
 def encoding(
     name: str, *, n_head: int, head_dim: int, train_len: Annotated[int, Field(ge=1, le=MAX_LEN)],
@@ -214,7 +246,7 @@ def encoding(
 
     Raises ValueError: no such encoding or option, a bad value, or a pattern over layers.
     """
-    chosen = cli.encoding({"pe": name, **options})
+    chosen = options_of_encoding({"pe": name, **options})
     if "pattern" in chosen:
         parts = {key: part["name"] for key, part in position.parts(chosen).items()}
         raise ValueError(f"{name} is a pattern over layers: build its parts, one for each layer: {parts}")

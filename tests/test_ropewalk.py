@@ -207,5 +207,3 @@ def test_a_checkpoint_is_looked_at(train, trained):
 
     with pytest.raises(ValueError, match=r"\[2, 4, 6\]"):
         ropewalk.load(whole, step=3)
-
-    train(f"init_from={whole}-step4", "trainer.max_steps=0", *evaluation)

@@ -1,6 +1,6 @@
 """Writing our network as a model of transformers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from conf.files import announce, read_json, whole_folder, write_json, write_text
-from model import serialization
 from model.gpt import GPT
 from model.position import PositionEncoding
 from model.position.network import Encodings, at_scale, max_len_of, scales_of
@@ -31,16 +30,17 @@ A {name} written by Ropewalk: position encoding {pe} at scale {scale:g}, trained
 
 
 def export(
-    run: str | Path, out: str | Path, *, scale: float | None = None, bos_token_id: int | None = None,
-    eos_token_id: int | None = None, tokenizer: Callable[[Path], None] | None = None,
+    net: GPT, description: Mapping[str, Any], out: str | Path, *, scale: float | None = None,
+    bos_token_id: int | None = None, eos_token_id: int | None = None,
+    tokenizer: Callable[[Path], None] | None = None,
 ) -> str:  # fmt: skip
-    """Write a run's model as a folder that `AutoModelForCausalLM` opens.
+    """Write a trained network as a folder that `AutoModelForCausalLM` opens.
 
     It computes the same logits, without those of the tokens that pad the vocabulary. The folder has a model card, and
     is either complete or not there.
 
     Args:
-        run: directory of the run.
+        description: of the network, as model.json has it (`model.serialization.describe`).
         out: the folder to write; it must not exist, or be empty.
         scale: one of the encoding's scales; default the one it is trained at.
         bos_token_id: id of the token that begins a text, if one does.
@@ -52,18 +52,15 @@ def export(
         The class of the model.
 
     Raises:
-        ValueError: `out` has files in it, the model cannot be read, or transformers cannot compute it (with the
-            reason).
+        ValueError: `out` has files in it, or transformers cannot compute it (with the reason).
     """
     out = Path(out).absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: choose another, or remove it")
-    net = serialization.load(run)
     scales = scales_of(net.encodings)
     scale = scales[0] if scale is None else scale
     if scale not in scales:
         raise ValueError(f"scale={scale:g} is none of the encoding's, {scales}: see pe.scale")
-    description = serialization.describe(run)
     # A model of transformers has one scale: the active one goes into its settings.
     model = _model(net, at_scale(net.encodings, scale, net.train_len), description["original_len"])
     name = type(model).__name__

@@ -63,7 +63,7 @@ class Environment(BaseModel):
 FREE = (
     "name", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices",
     "trainer.replicas", "trainer.context_parallel", "trainer.checkpoint", "trainer.deterministic",
-    "trainer.keep_checkpoints", "data.cache_dir",
+    "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir", "objective",
 )  # fmt: skip
 
 
@@ -284,10 +284,10 @@ def read_environment(run: Path) -> Environment:
 
 
 def read_training(run: Path) -> dict[str, Any]:
-    """Read training.json of a complete run: what `train.train_on` and `ropewalk.training.rows.record` put there.
+    """Read training.json of a complete run: what `train.complete` and `ropewalk.training.rows.record` put there.
 
     Its keys include "steps", "tokens", "seconds", "tokens_per_s", and "validation", which is what
-    `ropewalk.evaluation.loop.validate` returned.
+    `Evaluator.validate` returned.
 
     Raises ConfigError: it is damaged.
     """

@@ -4,12 +4,9 @@ Every rank runs the whole program. Only rank zero writes files and prints: `rank
 function there and give its result to all ranks. In a single process these functions cost nothing.
 """
 
-import contextlib
-import ctypes
 import functools
 import os
 import re
-import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -144,11 +141,3 @@ def is_child() -> bool:
     """True if this process was started by Fabric's own launcher, in another process of this run."""
     # `launch` puts the id of rank zero's process there, and the processes that it starts inherit it.
     return os.environ.get(PARENT, str(os.getpid())) != str(os.getpid())
-
-
-def die_with_parent(parent: int) -> None:
-    """Make this process end whenever the process `parent`, which started it, ends; at once if it has ended."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux only
-        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG, the signal when the parent ends
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -16,7 +16,6 @@ from conftest import ENCODINGS, build_gpt, edit, pe_options
 from hf_models import VOCAB, assert_same_logits, exported, tokens
 from packaging.version import Version
 
-from model import serialization
 from model.generation import generate
 from model.position.network import at_scale, max_len_of, scales_of
 from ropewalk.hf import export, read_model
@@ -133,41 +132,39 @@ def test_what_transformers_lacks_is_refused_by_name(arguments, message, tmp_path
 
 
 @pytest.fixture
-def run(tmp_path):
-    """A run with plain RoPE."""
-    (tmp_path / "run").mkdir()
+def model():
+    """Plain RoPE, and what its model.json says."""
     net, pe = build("rope")
-    serialization.save(net, tmp_path / "run", pe=pe)
-    return tmp_path / "run"
+    return net, {"pe": pe, "original_len": net.train_len}
 
 
 @pytest.mark.parametrize(("eos", "expected"), [(3, [3, 5]), (7, 7)])
-def test_all_ends_of_a_text_are_kept(run, tmp_path, eos, expected):
+def test_all_ends_of_a_text_are_kept(model, tmp_path, eos, expected):
     """The tokenizer's files may name several; they stay if ours is one of them."""
 
     def write_tokenizer(folder):
         (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5], "temperature": 0.5}')
 
     out = tmp_path / "out"
-    export(run, out, eos_token_id=eos, tokenizer=write_tokenizer)
+    export(*model, out, eos_token_id=eos, tokenizer=write_tokenizer)
     for name in ("config.json", "generation_config.json"):
         assert json.loads((out / name).read_text())["eos_token_id"] == expected
 
 
-def test_export_overwrites_nothing_and_leaves_nothing_half_written(run, tmp_path):
+def test_export_overwrites_nothing_and_leaves_nothing_half_written(model, tmp_path):
     used = tmp_path / "used"
     used.mkdir()
-    export(run, used)  # it is empty
+    export(*model, used)  # it is empty
 
     for place in (used, used / "config.json"):
         with pytest.raises(ValueError, match="not an empty folder"):
-            export(run, place)
+            export(*model, place)
 
     with pytest.raises(ValueError, match="scale=8"):
-        export(run, tmp_path / "new", scale=8.0)
+        export(*model, tmp_path / "new", scale=8.0)
     with pytest.raises(ZeroDivisionError):  # when the weights are written
-        export(run, tmp_path / "new", tokenizer=lambda folder: 1 / 0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".new.lock", ".used.lock", "run", "used"]
+        export(*model, tmp_path / "new", tokenizer=lambda folder: 1 / 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".new.lock", ".used.lock", "used"]
 
 
 READER = """

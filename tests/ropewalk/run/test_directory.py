@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from conftest import edit
 
-from ropewalk.app.init_from import train_values
+from ropewalk.app.configure import train_values
 from ropewalk.app.resolve import resolve
 from ropewalk.run import directory, provenance
 from ropewalk.run.directory import RunDir, find, lock, read_config, read_metrics

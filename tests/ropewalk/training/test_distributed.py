@@ -7,14 +7,14 @@ import pytest
 from lightning.fabric import Fabric
 
 from model.gpt import GPT
-from ropewalk.app.init_from import train_values
+from ropewalk.app.configure import train_values
 from ropewalk.app.resolve import check
 from ropewalk.run import processes
 from ropewalk.run.processes import started_by
 from ropewalk.training import distributed
 from ropewalk.training.distributed import resolve_devices
 from ropewalk.training.hardware import Hardware
-from ropewalk.training.plan import Plan
+from ropewalk.training.schedule import Schedule
 
 RESERVED = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "", "SLURM_JOB_NAME": "mine"}
 BATCH = RESERVED | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
@@ -110,8 +110,8 @@ def test_a_plan_knows_the_encodings_of_all_steps():
     """With a short window or not, in the stage or after it."""
     cfg = check(train_values("pe=rope", "stages=[{steps: 9, train_len: 8}]", "pe.window=8", "trainer.short_window=4"))
     net = GPT(cfg.model, cfg.pe, vocab_size=9, train_len=cfg.train_len)
-    plan = Plan(cfg, net)
-    used = {pe for step in range(1, 40) for pe in plan.at(step)}
+    schedule = Schedule(cfg, net)
+    used = {pe for step in range(1, 40) for pe in schedule.at(step)}
 
-    assert used == set(plan.encodings)
+    assert used == set(schedule.encodings)
     assert len(used) == 4
