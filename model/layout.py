@@ -130,11 +130,15 @@ class PackedContext:
         return [before * (self.documents.pos >= k)[..., None] for k, before in enumerate(shifted)]
 
 
-def packed(idx: Tensor, end: int | None) -> Layout:
+def packed(idx: Tensor, end: int | None, exact_above: int | None = None) -> Layout:
     """The layout of token ids `idx` int64 [B, T], on the CPU, in which each document ends in the token `end`.
 
     Without an `end`, or if no row has tokens of two documents, the rows are whole texts. Pieces are padded to the next
     power of two, or T, by repeating their last token, which no token before it can see.
+
+    Args:
+        exact_above: pieces of more tokens than this are not padded, and shorter ones to no more: an encoding asks how
+            long these texts are. See `model.position.network.exact_above`.
     """
     if end is None:
         return WHOLE
@@ -150,9 +154,11 @@ def packed(idx: Tensor, end: int | None) -> Layout:
 
     # All pieces of one width are one call of attention, so widths should be few. A power of two at most doubles a piece
     # that is not shorter than SHORTEST.
-    doubled = SHORTEST * 2 ** torch.arange(length.bit_length())  # to beyond the length
-    all_widths = torch.cat((doubled[doubled < length], torch.tensor([length])))  # ascending
-    widths = all_widths[torch.searchsorted(all_widths, sizes)]  # of each piece the least that holds it
+    longest = min(length, exact_above or length)
+    doubled = SHORTEST * 2 ** torch.arange(longest.bit_length())  # to beyond the longest
+    all_widths = torch.cat((doubled[doubled < longest], torch.tensor([longest])))  # ascending
+    padded = all_widths[torch.searchsorted(all_widths, sizes.clamp(max=longest))]  # the least that holds each piece
+    widths = padded.maximum(sizes)
     rows = []
     place = torch.empty(total, dtype=torch.long)
     n_placed = 0  # tokens in `rows` so far, padding included
@@ -179,15 +185,17 @@ class Packing:
         shared: the layout of all batches, of ranks that share each text or of documents in place; None: that of each
             batch is made of its tokens.
         ranks_per_text: the number of these ranks.
+        exact_above: see `packed`.
     """
 
     document_end: int | None = None
     shared: Layout | None = None
     ranks_per_text: int = 1
+    exact_above: int | None = None
 
     def __call__(self, idx: Tensor) -> Layout:
         """The layout of a batch of token ids int64 [B, T], best on the CPU."""
-        return self.shared or packed(idx, self.document_end)
+        return self.shared or packed(idx, self.document_end, self.exact_above)
 
 
 def _take(x: Tensor, places: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def main(args: Arguments) -> None:
         of_text = {
             "bos_token_id": data.text_start,
             "eos_token_id": data.encoder.eot,
-            "tokenizer": partial(tokenizers.write, data.encoder),
+            "tokenizer": partial(tokenizers.write, data.encoder, bos=data.text_start),
         }
     model_class = hf.export(trained.network(), trained.description, args.out, scale=args.scale, **of_text)
     print(f"wrote {args.out}: {model_class}; its README.md says how to open it")

@@ -12,6 +12,7 @@ from model.cache import Cache
 from model.layout import Contexts, Layout, packed
 from model.position.base import PositionEncoding
 from model.position.layer import make_context, temperature_of
+from model.position.network import exact_above
 
 
 def all_read_in_place(encodings: Iterable[PositionEncoding]) -> bool:
@@ -37,7 +38,7 @@ class InPlace(Layout):
     ) -> tuple[Tensor, Tensor, Contexts]:
         encodings = list(encodings)
         if not all_read_in_place(encodings):
-            return packed(idx.cpu(), self.end).contexts(encodings, idx, cache)
+            return packed(idx.cpu(), self.end, exact_above(encodings)).contexts(encodings, idx, cache)
         assert cache is None
         length = idx.size(1)
         begins = F.pad(idx[:, :-1] == self.end, (1, 0), value=True)  # [B, T]

@@ -52,6 +52,12 @@ def max_len_of(encodings: Encodings) -> int | None:
     return min(limits, default=None)
 
 
+def exact_above(encodings: Encodings) -> int | None:
+    """The length, in tokens, beyond which a layer asks how long a text is, which must not be padded; None: none does."""
+    lengths = [pe.original_len for pe in encodings if pe.asks_length]
+    return min(lengths, default=None)
+
+
 def metrics_of(encodings: Encodings) -> dict[str, Tensor]:
     """The metrics of the encodings since the last call, each averaged over the encodings that have it."""
     values: dict[str, list[Tensor]] = {}

@@ -13,7 +13,7 @@ from data.base import Data
 from model.gpt import GPT
 from model.layout import Packing
 from model.position import Shape, build_encodings
-from model.position.network import Encodings, at_scale, max_len_of, scales_of, with_parameters_of
+from model.position.network import Encodings, at_scale, exact_above, max_len_of, scales_of, with_parameters_of
 from ropewalk.evaluation.measures.base import Measure, Plan
 from ropewalk.evaluation.measures.far_copies import far_copies
 from ropewalk.evaluation.measures.lengths import by_position, length_settings, lengths, longest_settings
@@ -120,7 +120,7 @@ class Evaluator:
         self.data = data
         self.cfg = cfg
         self.hardware = hardware
-        self.packing = packing or Packing(data.document_end)
+        self.packing = packing or Packing(data.document_end, exact_above=exact_above(net.encodings))
 
     def validate(self) -> dict[str, Any]:
         """Return means over every target of fixed windows of the training length, at the scale of training.

@@ -166,6 +166,11 @@ def _interpret(folder: Path, values: dict[str, Any], kind: str) -> Pretrained:
         ValueError: names a setting that our network lacks.
     """
     arch = ARCHITECTURES[kind]
+    if kind == "olmo3" and not values.get("rope_parameters"):
+        # The keys from before version 5, whose own reader forgets this base for layers with a window.
+        plain = {"rope_type": "default", "rope_theta": values.get("rope_theta", 500_000.0)}
+        by_kind = {rope.FULL: plain | (values.get("rope_scaling") or {}), rope.SLIDING: plain}
+        values = values | {"rope_parameters": by_kind, "rope_scaling": None}
     config = library().CONFIG_MAPPING[kind].from_dict(values)
     for key, neutral in NEUTRAL.items():
         value = getattr(config, key, neutral)

@@ -17,7 +17,7 @@ from conf import plugins
 from conf.schema import Trainer
 from data.sampler import micro_batch_size
 from model.layout import Layout, Packing
-from model.position.network import Encodings
+from model.position.network import Encodings, exact_above
 from ropewalk.run.processes import (
     ANOTHER_FAILED,
     PARENT,
@@ -141,7 +141,7 @@ def packing_of(trainer: Trainer, hardware: Hardware, document_end: int | None, e
         layout = Shared(mesh.get_group("context"), recompute=not trainer.checkpointing)
     elif hardware.kernels and document_end is not None:
         layout = plugins.kernels().layout_of(encodings, document_end)
-    return Packing(document_end, shared=layout, ranks_per_text=size)
+    return Packing(document_end, layout, size, exact_above(encodings))
 
 
 def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":

@@ -9,6 +9,7 @@ import pytest
 import tokenizers as lib
 import torch
 import transformers
+from conftest import edit
 from corpora import documents_of, prepared, write_corpus, write_vocabulary
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -183,13 +184,40 @@ def test_an_exported_tokenizer_gives_transformers_the_ids_of_training(name, tmp_
     out = tmp_path / "out"
     out.mkdir()
 
-    write(ours, out)
+    write(ours, out, bos=ours.bos)
 
     theirs = transformers.AutoTokenizer.from_pretrained(out)
 
     assert theirs.eos_token_id == ours.eot
     assert theirs(texts, add_special_tokens=False)["input_ids"] == ids
     assert encoded(HFTokenizer(str(out)), texts) == ids
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("flag", [True, False, None])
+def test_an_explicit_flag_decides_whether_a_text_has_a_beginning(tmp_path, own, flag):
+    """As of DeepSeek's models, whose tokenizer.json does not put it there. An export has it in every version."""
+    folder = tmp_path / "in"
+    out = tmp_path / "out"
+    folder.mkdir()
+    out.mkdir()
+    begin, _ = BEGIN_AND_END["llama3"]
+    theirs = published("llama3", folder, **({} if own else {"post_processor": None}))
+    edit(folder / "tokenizer_config.json", bos_token=begin)
+    if flag is not None:
+        edit(folder / "tokenizer_config.json", add_bos_token=flag, tokenizer_class="LlamaTokenizerFast")
+    expected = theirs.token_to_id(begin) if (own if flag is None else flag) else None
+
+    ours = HFTokenizer(str(folder))
+    write(ours, out, bos=ours.bos)
+
+    assert ours.bos == expected
+    readers = [
+        lambda: transformers.AutoTokenizer.from_pretrained(out)("rope")["input_ids"],
+        lambda: lib.Tokenizer.from_file(str(out / "tokenizer.json")).encode("rope").ids,  # as older versions do
+    ]
+    for read in readers:
+        assert (read()[0] == theirs.token_to_id(begin)) == (expected is not None)
 
 
 UNKNOWN = "the bytes of its tokens are unknown"

@@ -33,7 +33,7 @@ from model.gpt import GPT
 from model.layout import Layout, packed
 from model.position import PositionEncoding
 from model.position.layer import make_context
-from model.position.network import max_len_of, scales_of, view
+from model.position.network import exact_above, max_len_of, scales_of, view
 
 TRAIN_LEN = 16
 LENGTH = 40  # beyond train_len, and within reach of a learned table at its default scale
@@ -179,7 +179,20 @@ def test_logits_depend_on_no_later_token_and_on_no_text_read_before(placed):
 
 @torch.no_grad()
 def test_packed_documents_are_read_as_if_each_was_alone(placed):
-    net = network(**placed | {"train_len": LENGTH})
+    assert_read_alone(network(**placed | {"train_len": LENGTH}))
+
+
+@pytest.mark.parametrize("name", ["dynamic_ntk", "longrope"])
+@torch.no_grad()
+def test_packed_documents_are_as_long_as_they_are(name):
+    """Some are longer than original_len, others only with their padding, where these two rotate otherwise."""
+    pe = {"original_len": 21, "scale": 4.0}
+    net = network(name, train_len=LENGTH, pe=pe)
+    assert_read_alone(net, exact_above(net.encodings))
+
+
+def assert_read_alone(net, longest=None):
+    """Documents of 1 to 40 tokens, packed, have the logits that each has alone."""
     sizes_of_rows = [[40], [17, 23], [3, 1, 20, 2, 14]]
     idx = tokens(LENGTH, 3) % END
     documents = []
@@ -188,7 +201,7 @@ def test_packed_documents_are_read_as_if_each_was_alone(placed):
             document[-1] = END
             documents.append(document)
 
-    logits = net(idx, packed(idx, END))
+    logits = net(idx, packed(idx, END, longest))
 
     alone = [net(document[None])[0] for document in documents]
 
