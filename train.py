@@ -8,11 +8,11 @@ python train.py --help                        every group and key
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
     from ropewalk.app.cli import run
 
-    run("train")
+    run("train", schema="conf.schema:Config")  # it checks the configuration, imports this file as `train`, calls `main`
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig
@@ -24,22 +24,24 @@ from data.base import IGNORE_INDEX, Data, build_data
 from data.sampler import micro_batches
 from model import serialization
 from model.gpt import GPT
+from model.layout import Layout
 from model.position.network import Encodings, metrics_of
-from model.reading import Reading
 from model.size import flops_per_token, n_parameters
+from ropewalk.app.configure import configure
 from ropewalk.app.init_from import load_weights, vocab_size
 from ropewalk.app.resolve import base_model, for_this_machine, original_len
-from ropewalk.app.sweep import configure
-from ropewalk.evaluation import loop
+from ropewalk.evaluation.evaluator import Evaluator, is_measured
+from ropewalk.evaluation.objective import objective
 from ropewalk.report import loggers, page
 from ropewalk.run import processes
 from ropewalk.run.directory import RunDir, check_identity
+from ropewalk.run.stop import INTERRUPTED, STOPPED, noting_signals
 from ropewalk.training import checkpoints, distributed, rows
 from ropewalk.training.hardware import Hardware, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
-from ropewalk.training.plan import Plan, draw_positions
 from ropewalk.training.ranks import Ranks, assign
-from ropewalk.training.stop import INTERRUPTED, STOPPED, noting_signals
+from ropewalk.training.schedule import Schedule, draw_positions
+from ropewalk.training.screen import Screen
 
 if TYPE_CHECKING:  # slow to import: `distributed.launch` does it, after the configuration is checked
     from lightning.fabric import Fabric
@@ -48,27 +50,30 @@ if TYPE_CHECKING:  # slow to import: `distributed.launch` does it, after the con
 def train(cfg: Config) -> None:
     """Train, evaluate and report the run that `cfg` describes, or resume it at whatever stage it was interrupted.
 
+    Every rank runs all of it; only rank zero writes files and prints.
+
     Args:
         cfg: as `configure` returns it.
 
     Raises:
         ValueError, OSError: with the remedy. Mistakes of a user are found before the run directory is touched.
-        SystemExit: stopped early, see `ropewalk.training.stop`.
+        SystemExit: stopped early, see `ropewalk.run.stop`.
     """
     cfg, hardware = for_this_machine(cfg)
     tune(hardware.device, deterministic=cfg.trainer.deterministic)
     with distributed.launch(cfg.trainer, hardware) as fabric:
-        page.show_results(train_on(fabric, cfg, hardware))
+        run = RunDir(cfg)
+        run.check()
+        if run.complete and is_measured(run.path, cfg):
+            print(f"{run.path} is complete and measured so")
+        else:
+            complete(run, fabric, hardware)
+        page.show_results(run)
 
 
-def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
-    """Train and evaluate as `train` does. Runs on every rank; only rank zero writes files and prints."""
-    run = RunDir(cfg)
-    run.check()
-    if run.complete and loop.is_measured(run.path, cfg):
-        print(f"{run.path} is complete and measured so")
-        return run
-
+def complete(run: RunDir, fabric: "Fabric", hardware: Hardware) -> None:
+    """Train and evaluate what is still missing of a run."""
+    cfg = run.cfg
     # The vocabularies are compared before tokenising, which may take hours.
     data = build_data(cfg.data)
     base = base_model(cfg.init_from)
@@ -87,11 +92,11 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         "parameters": n_parameters(net),
         "flops_per_token": flops_per_token(net, cfg.train_len),
     }
-    # From here on `training.hardware` holds: it is without kernels where a rank cannot use them.
     training = Training(fabric, cfg, hardware, data, net)
+    hardware = training.hardware  # without kernels where a rank cannot use them
     net.init_weights(cfg.seed, assign)
 
-    rows.describe(cfg, net, data, training.hardware, size)
+    rows.describe(cfg, net, data, hardware, size)
     training.rehearse()
     logger = loggers.Tracker(run, size)
 
@@ -102,28 +107,36 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         run.truncate_metrics(progress.step)
         checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
         with logger:
-            loop.measure_start(
-                net, data, cfg, training.hardware, run.path, base, run_id=run.run_id, step=progress.step,
-                reader=training.reader,
-            )  # fmt: skip
+            # What the weights were worth before, unless some of them are new or none will change.
+            if base and not progress.step and cfg.trainer.max_steps and not cfg.init_partial:
+                training.evaluator.measure_start(run, base)
             training.fit(run, logger, progress)
 
             # The final weights, what they are worth, and then the file that says that all is done.
             weights = checkpoints.on_cpu(net.state_dict())  # all ranks gather them; rank zero writes
-            description: dict[str, Any] = {
-                "pe": cfg.pe,
-                "tokenizer": identity,
-                "original_len": original_len(cfg, base),
-            }
-            processes.on_rank_zero(lambda: serialization.save(net, run.path, weights=weights, **description))
-            validation = training.validate()
-            training.measure(run, progress.step)
+            processes.on_rank_zero(
+                lambda: serialization.save(
+                    net, run.path, weights=weights, pe=cfg.pe, tokenizer=identity, original_len=original_len(cfg, base)
+                )
+            )
+            validation = training.evaluator.validate()
+            training.evaluator.measure(run, progress.step)
             if processes.is_rank_zero():
                 # training.json marks the run as complete, so it must be its last file. Trackers show costs from it.
-                record = size | rows.record(progress, cfg, training.hardware, validation)
-                write_json(run.path / "training.json", sealed(record))
+                costs = rows.record(progress, cfg, hardware, validation)
+                write_json(run.path / "training.json", sealed(size | costs))
                 logger.publish()
-    return run
+
+
+class Due(NamedTuple):
+    """What there is to do after a step."""
+
+    logging: bool
+    validating: bool
+    measuring: bool
+    saving: bool
+    showing: bool  # how far it is, on the screen
+    stopping: bool
 
 
 class Training:
@@ -134,24 +147,26 @@ class Training:
     """
 
     def __init__(self, fabric: "Fabric", cfg: Config, hardware: Hardware, data: Data, net: GPT) -> None:
+        self.fabric = fabric
         self.cfg = cfg
         self.data = data
         self.net = net
         self.ranks = Ranks(fabric, net, cfg, hardware)
         self.optimizer = make_optimizer(net, cfg.optim)
-        self.plan = Plan(cfg, net)
+        self.schedule = Schedule(cfg, net)
         # Its `kernels` are False if any rank cannot use them.
-        self.hardware = distributed.install_kernels(self.plan.encodings, hardware)
-        # How all batches are read is decided here. With a `document_end` (data.documents=mask) documents are read
-        # apart, by kernels or else by `model.reading`. `ropewalk.app.resolve` has refused what does not go together.
-        self.reader = distributed.reader_of(cfg.trainer, self.hardware, data.document_end, self.plan.encodings)
+        self.hardware = distributed.install_kernels(self.schedule.encodings, hardware)
+        # How texts lie in all batches is decided here. With a `document_end` (data.documents=mask) documents are read
+        # apart, by kernels or else by `model.layout`. `ropewalk.app.resolve` has refused what does not go together.
+        self.packing = distributed.packing_of(cfg.trainer, self.hardware, data.document_end, self.schedule.encodings)
+        self.evaluator = Evaluator(net, data, cfg, self.hardware, self.packing)
 
     def rehearse(self) -> None:
         """Read a text of each kind that the run will need, so that an error comes now and not after hours."""
         for length in self.cfg.train_lengths:
             self.data.train_batch([0], length, self.cfg.seed)
         self.data.validation(self.cfg.train_len, self.cfg.trainer.val_tokens).batch(0, 1)
-        loop.rehearse(self.net, self.data, self.cfg, hardware=self.hardware, reader=self.reader)
+        self.evaluator.rehearse()
 
     def start(self, run: RunDir, base: dict[str, Any]) -> checkpoints.Progress:
         """Load the newest whole checkpoint of the run; before its first one, the weights of the model `base`, if any.
@@ -188,25 +203,17 @@ class Training:
         t = cfg.trainer
         batches = self.micro_batches(start_step=progress.step)
         # Since the last row: sums over the steps of what `step` returns.
-        totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.ranks.fabric.device)
+        totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.fabric.device)
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
-        with noting_signals() as signals:
+        with noting_signals(t.time_limit) as signals, Screen(cfg, self.evaluator.tokens()) as screen:
             for step in range(progress.step + 1, t.max_steps + 1):
-                step_totals, norm = self.step(step, batches, self.plan.at(step))
+                step_totals, norm = self.step(step, batches, self.schedule.at(step))
                 totals += step_totals
                 norms.append(norm)
 
-                # What is due after this step. Signals and clocks differ among ranks, but stopping and saving take all
-                # of them: if one rank must, all do.
-                late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
-                stopping, late = processes.any_rank(bool(signals), late)
-                last = step == t.max_steps
-                validating = step % t.val_every == 0 or last
-                logging = step % t.log_every == 0 or step == 1 or validating
-                measuring = step in cfg.eval.at
-                saving = step % t.checkpoint_every == 0 or last or late or stopping
-                if logging or measuring or saving:
+                due = self.due(step, time.perf_counter() - saved, told_to_stop=bool(signals), showing=screen.is_due())
+                if due.logging or due.measuring or due.saving or due.showing:
                     # A GPU only queues steps. Reading their norms waits for them, and then the clock is read.
                     check_finite(self.net, norms, step, cfg.optim)
                     norms.clear()
@@ -215,12 +222,14 @@ class Training:
                     progress.loss_sum, progress.loss_weight = totals.tolist()
                     progress.peak_memory = max(progress.peak_memory, peak_memory(self.hardware.device))
                     # The row comes before the checkpoint, which says how many rows there are.
-                    if logging:
-                        self.log(run, logger, progress, norm, validating=validating)
+                    if due.logging:
+                        screen.show(self.log(run, logger, progress, norm, validating=due.validating))
                         totals.zero_()
-                    if measuring:
-                        self.measure(run, step)
-                    if saving:
+                    elif due.showing:
+                        screen.show(rows.training_row(progress, cfg))
+                    if due.measuring:
+                        self.evaluator.measure(run, step)
+                    if due.saving:
                         # The rows must reach the disk before the checkpoint that counts them.
                         run.sync()
                         checkpoints.save(run.checkpoints, self.net, self.optimizer, progress, keep=t.keep_checkpoints)
@@ -229,7 +238,7 @@ class Training:
                     started = time.perf_counter()
 
                 # After the checkpoint, so that nothing is lost.
-                if stopping:
+                if due.stopping:
                     break
 
             # Also after a signal during the last step or what followed it: all is saved, and measurements can wait.
@@ -238,6 +247,23 @@ class Training:
                 reason = ", ".join(signals) or "another process was told to stop"
                 print(f"{reason}: stopped after step {progress.step}; rerun the same command to resume")
                 raise SystemExit(INTERRUPTED if interrupted else STOPPED)
+
+    def due(self, step: int, since_saved: float, *, told_to_stop: bool, showing: bool) -> Due:
+        """What is due after `step`, `since_saved` seconds after the last checkpoint. All ranks call it."""
+        t = self.cfg.trainer
+        # Signals and clocks differ among ranks, but stopping and saving take all of them: if one rank must, all do.
+        late = since_saved > 60 * t.checkpoint_minutes
+        stopping, late, showing = processes.any_rank(told_to_stop, late, showing)
+        last = step == t.max_steps
+        validating = step % t.val_every == 0 or last
+        return Due(
+            logging=step % t.log_every == 0 or step == 1 or validating,
+            validating=validating,
+            measuring=step in self.cfg.eval.at,
+            saving=step % t.checkpoint_every == 0 or last or late or stopping,
+            showing=showing,
+            stopping=stopping,
+        )
 
     def micro_batches(self, start_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The texts that this rank reads or shares, from the step after `start_step` on.
@@ -249,8 +275,8 @@ class Training:
         return micro_batches(
             self.data, self.cfg.batch_shape, self.cfg.seed, start_step=start_step,
             pin_memory=self.hardware.device == "cuda", grad_accum_steps=self.cfg.trainer.grad_accum_steps,
-            rank=self.ranks.fabric.global_rank // self.reader.ranks_per_text,
-            world_size=self.ranks.fabric.world_size // self.reader.ranks_per_text,
+            rank=self.fabric.global_rank // self.packing.ranks_per_text,
+            world_size=self.fabric.world_size // self.packing.ranks_per_text,
         )  # fmt: skip
 
     def step(self, step: int, batches: Iterator[tuple[Tensor, Tensor]], encodings: Encodings) -> tuple[Tensor, Tensor]:
@@ -267,20 +293,20 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr_scale"] * learning_rate(step - 1, cfg.optim, cfg.trainer.max_steps)
 
-        totals = torch.zeros(2, device=self.ranks.fabric.device)
+        totals = torch.zeros(2, device=self.fabric.device)
         for m in range(n):
             self.ranks.seed(cfg.seed, (step - 1) * n + m)
             with self.ranks.accumulating(last=m == n - 1):
                 totals += self.backward(*next(batches), encodings)
         self.ranks.average_gradients()
-        totals = self.ranks.fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
+        totals = self.fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
 
         # The gradient so far is that of the mean of loss x share. Dividing by the mean share makes it that of the mean
         # loss over all scored targets.
-        norm = clip_gradients(self.ranks.model, n * self.ranks.fabric.world_size / totals[1], cfg.optim.grad_clip)
+        norm = clip_gradients(self.ranks.model, n * self.fabric.world_size / totals[1], cfg.optim.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return totals / (n * self.ranks.fabric.world_size), norm
+        return totals / (n * self.fabric.world_size), norm
 
     def backward(self, x: Tensor, y: Tensor, encodings: Encodings) -> Tensor:
         """Add the gradient of one micro-batch, inputs `x` and targets `y` int64 [B, T] on the CPU, to those before.
@@ -289,44 +315,39 @@ class Training:
             [loss x share of scored targets, this share].
         """
         t = self.cfg.trainer
-        positions = draw_positions(t.positions, x.size(1), t.max_position, self.ranks.fabric.device)
+        positions = draw_positions(t.positions, x.size(1), t.max_position, self.fabric.device)
         # Drawn positions are of whole texts: `ropewalk.app.resolve` refuses them with documents=mask and shared texts.
-        reading = self.reader(x) if positions is None else Reading(positions)
-        x, y = self.ranks.fabric.to_device((x, y))
-        loss = self.ranks.model(x, reading, encodings=encodings, targets=y)
+        layout = self.packing(x) if positions is None else Layout(positions)
+        x, y = self.fabric.to_device((x, y))
+        loss = self.ranks.model(x, layout, encodings=encodings, targets=y)
         share = (y != IGNORE_INDEX).float().mean()
         # A loss that is not finite may have a finite gradient. A NaN as its weight makes the gradient NaN, which every
         # rank's norm shows.
         weight = torch.where(loss.detach().isfinite(), share, torch.nan)
-        self.ranks.fabric.backward(loss * weight / t.grad_accum_steps)
+        self.fabric.backward(loss * weight / t.grad_accum_steps)
         return torch.stack((loss.detach() * share, share))
 
-    def log(self, run: RunDir, logger: Any, progress: checkpoints.Progress, norm: Tensor, *, validating: bool) -> None:
-        """Write a row of metrics.jsonl about the steps since the last one, print it, and show it in the tracker."""
+    def log(
+        self, run: RunDir, logger: Any, progress: checkpoints.Progress, norm: Tensor, *, validating: bool
+    ) -> dict[str, Any]:
+        """Write a row of metrics.jsonl about the steps since the last one, show it in the tracker, and return it."""
         row = rows.training_row(progress, self.cfg)
         row |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
         if validating:
             metrics_of(self.net.encodings)  # drops what the rehearsal and the measurements at eval.at have fed
-            validation = self.validate()  # feeds the metrics
+            validation = self.evaluator.validate()  # feeds the metrics
             row |= rows.validation_row(validation, metrics_of(self.net.encodings))
         processes.on_rank_zero(lambda: run.append(row))
         logger.log(row)
-        rows.show(row, self.cfg)
         progress.rows += 1
         progress.logged_step = progress.step
         progress.logged_seconds = progress.seconds
         progress.loss_sum = progress.loss_weight = 0.0
-
-    def validate(self) -> dict[str, Any]:
-        """The loss on fixed windows of the training length, at the scale that the encodings train at."""
-        return loop.validate(self.net, self.data, self.cfg, reader=self.reader, autocast=self.hardware.autocast)
-
-    def measure(self, run: RunDir, step: int) -> None:
-        """Evaluate the weights after `step`, at each scale and read by each of eval.variants, and save the results."""
-        loop.measure(
-            self.net, self.data, self.cfg, self.hardware, run.path, run_id=run.run_id, step=step, reader=self.reader
-        )
+        return row
 
 
-def main(composed: DictConfig) -> None:
-    train(configure(composed))
+def main(composed: DictConfig) -> float:
+    """Train the run that Hydra has composed from conf/train.yaml. Returns its `objective`, for a search."""
+    cfg = configure(composed)
+    train(cfg)
+    return objective(RunDir(cfg))

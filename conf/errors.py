@@ -24,9 +24,10 @@ def unknown_key(key: str, siblings: Iterable[str]) -> str:
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Return "; did you mean ...?" with the known word most like `word`, or else a list of all known words."""
     words = [name for name in known if name != "_target_"]
-    close = difflib.get_close_matches(word, words, n=1)
+    known_of = {name.lower(): name for name in words}
+    close = difflib.get_close_matches(word.lower(), known_of, n=1)
     if close:
-        return f"; did you mean {prefix}{close[0]}?"
+        return f"; did you mean {prefix}{known_of[close[0]]}?"
     if words:
         return f"; there is: {', '.join(words)}"
     return ""

@@ -1,21 +1,23 @@
 """Writing files that are whole or do not exist, and reading files without following links."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
-from filelock import FileLock
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
-MAX_TEXT = 2**26  # bytes of the largest JSON or YAML file that is read
-MAX_LINE = 2**24  # characters of the longest line of a file that is read line by line
+PATIENCE = 6  # seconds that a lock is waited for: workers of a killed process may hold it for five
+LONGEST = 86_400  # seconds that preparing a large corpus may take
 
 
 @contextlib.contextmanager
@@ -57,9 +59,12 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.partial")
-    lock = folder.with_name(f".{folder.name}.lock")
-    lock.touch()  # where no file can be made, as in /proc, this raises, and FileLock would try forever
-    with FileLock(lock):
+    # Where no file can be made, as in /proc, this raises, and FileLock would try forever. It is not the file of the
+    # lock: where a file system has no flock, that one locks by being there.
+    probe = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    probe.touch()
+    probe.unlink()
+    with _locked(folder):
         # A process that was killed may have left it.
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -67,6 +72,16 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             yield partial
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _locked(folder: Path) -> AcquireReturnProxy:
+    """Lock `folder`, which others may be filling; says so if it must wait. Raises ValueError: it waited for LONGEST."""
+    lock = folder.with_name(f".{folder.name}.lock")
+    for seconds in (PATIENCE, LONGEST):
+        with contextlib.suppress(Timeout):
+            return FileLock(lock, timeout=seconds).acquire()
+        print(f"waits for another process that fills {folder}; if there is none, delete {lock}", file=sys.stderr)
+    raise ValueError(f"{lock} has been held for a day or more: if no process fills {folder}, delete it")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -173,6 +188,7 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
     """
     if Path(source).is_dir():
         return Path(source)
+    announce(f"fetches {source} from the Hugging Face hub, unless it is cached")
     from huggingface_hub import snapshot_download
 
     try:
@@ -183,42 +199,24 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
         raise ValueError(f"{problem}: {remedy} ({error})") from None
 
 
-def read_bytes(path: Path, limit: int = MAX_TEXT, opener: Any = open) -> bytes:
-    """Return the content of a file, as `opener` reads it. Raises ValueError if it has more than `limit` bytes."""
-    # A sparse file of many GB takes no room on a disk, but would take it all in memory.
-    with opener(path, "rb") as file:
-        # One byte more shows that there is more, whatever the size of the file is said to be.
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"it has more than {limit >> 20} MiB")
-    return content
+@functools.cache
+def announce(what: str) -> None:
+    """Print, once in a process, what is read or fetched next: a configuration of somebody else may have chosen it."""
+    print(what, flush=True)
 
 
 def read_text(path: Path) -> str:
     """Return the text of a small file.
 
     Raises:
-        ValueError: it is missing, a link, too large, or no UTF-8.
+        ValueError: it is missing, a link, or no UTF-8.
         OSError: it cannot be read, as by this user. It may be whole: no remedy may be one that loses it.
     """
     try:
-        return read_bytes(refuse_link(path)).decode()
+        return refuse_link(path).read_bytes().decode()
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error  # that of an OSError, without the path
         raise ValueError(f"{path} cannot be read ({reason})") from None
-
-
-def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file, with their ends.
-
-    Raises:
-        ValueError: it is a link, or a line is longer than any that is written.
-    """
-    with refuse_link(path).open(encoding="utf-8", errors="replace") as file:
-        while line := file.readline(MAX_LINE + 1):
-            if len(line) > MAX_LINE:
-                raise ValueError(f"{path} cannot be read (a line has more than {MAX_LINE >> 20} MiB)")
-            yield line
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -233,22 +231,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-class _WithoutAliases(yaml.SafeLoader):
-    """Refuses aliases (*a): a few lines of them would stand for a billion values. Our files have none."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("it has an alias")
-        return super().compose_node(parent, index)
-
-
 def read_yaml(path: Path) -> Any:
     """Return the values in a YAML file.
 
     Raises:
-        ValueError: see `read_text`; or it is no YAML, or has an alias.
+        ValueError, OSError: see `read_text`; or it is no YAML.
     """
-    return _parsed(path, lambda text: yaml.load(text, _WithoutAliases))
+    return _parsed(path, yaml.safe_load)
 
 
 def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:

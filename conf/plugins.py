@@ -34,7 +34,7 @@ def kernels() -> Any:
     """The lab's kernels for GPUs, which compute some encodings faster than the core does.
 
     `problem(encodings, device)` says why they cannot, or ""; `install(encodings)` lets these encodings use them;
-    `reading_of(encodings, end)` is how they read packed documents, or None.
+    `layout_of(encodings, end)` is how they read packed documents, or None.
     """
     return import_module("lab.kernels")
 

@@ -67,7 +67,7 @@ class Section(BaseModel):
 class Optim(Section):
     lr: float = Field(gt=0)
     min_lr_ratio: float = Field(ge=0, le=1)
-    warmup_steps: int = Field(ge=0)
+    warmup_steps: int = Field(ge=0, le=2**31 - 1)
     weight_decay: float = Field(ge=0)
     beta1: float = Field(ge=0, lt=1)
     beta2: float = Field(ge=0, lt=1)
@@ -100,6 +100,7 @@ class Trainer(Section):
     checkpointing: bool
     deterministic: bool = False
     kernels: bool | Literal["auto"] = False
+    time_limit: float | None = Field(None, gt=0)
 
 
 class Eval(Section):
@@ -141,7 +142,7 @@ class Pattern(Section):
     pattern: list[Name] = Field(min_length=1)
 
 
-class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
+class GPTConfig(Section):
     """Architecture. Widths are in channels; a field left null takes the usual value beside it."""
 
     n_layer: int = Field(4, ge=1, le=1_000)
@@ -206,6 +207,7 @@ class Config(Section):
     runs_dir: str
     train_len: int = Field(ge=2, le=2**24)
     stages: list[Stage]
+    objective: Literal["validation"] | Annotated[float, Field(gt=0)] = "validation"
     init_from: str | None
     init_partial: bool
     init_optimizer: bool
@@ -267,7 +269,6 @@ GONE = {
     "overwrite": ...,
     "trainer.checkpoint_parts": ...,
     "trainer.num_nodes": ...,
-    "trainer.time_limit": ...,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from conf import plugins
-from model.reading import IGNORE_INDEX as IGNORE_INDEX
+from model.layout import IGNORE_INDEX as IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,8 @@ class Data(ABC):
         """
         return None
 
-    def fully_scored(self, length: int, sequences: int) -> EvalSet | None:
-        """Sequences of text in which every target is scored; None for a task, of which few tokens are predictable."""
-        if self.task:
-            return None
+    def fully_scored(self, length: int, sequences: int) -> EvalSet:
+        """Sequences of text in which every target is scored. Of a task few tokens are predictable."""
         (eval_set,) = self.eval_sets([length], target_tokens=length, sequences=sequences)
         return eval_set
 

@@ -12,8 +12,8 @@ import numpy as np
 import tokenizers
 import torch
 
-from conf.files import hub_folder, read_bytes, read_json
-from data.tokenizer import FILE_PATTERN, MAX_RANK, Tokenizer, panics_are_errors
+from conf.files import announce, hub_folder, read_json
+from data.tokenizer import FILE_PATTERN, Tokenizer, panics_are_errors
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "special_tokens_map.json",
@@ -34,7 +34,7 @@ CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
 class HFTokenizer(Tokenizer):
     """The tokenizer.json in a folder, or of a model on the Hugging Face hub, with its special and added tokens.
 
-    `encode` puts no token at the start of a text; `bos` is the one that the tokenizer's own steps put there.
+    `encode` puts no token at the start of a text; `bos` is the one that its files put there.
 
     Args:
         source: a folder, or the id of a model on the hub.
@@ -50,8 +50,6 @@ class HFTokenizer(Tokenizer):
         self.files = [folder / name for name in FILES if (folder / name).is_file()]
         values, self.backend = _read(folder, self.name)
         self.vocab_size = max(self.backend.get_vocab().values(), default=0) + 1
-        if self.vocab_size > MAX_RANK:
-            raise ValueError(f"data.tokenizer={self.name} has {self.vocab_size:,} ids: at most {MAX_RANK:,} are read")
         self.label = f"{type(self.backend.model).__name__.lower()}-{self.vocab_size}"  # such as bpe-50257
         self.eot = _end_token(folder, self.backend, self.name)
         self.pieces, self.token_bytes = _byte_pieces(self.backend, self.vocab_size)
@@ -67,9 +65,25 @@ class HFTokenizer(Tokenizer):
             raise ValueError(f"data.tokenizer={self.name}: the bytes of its tokens are unknown: {remedy}")
         # If its own steps put a token before each text, that is the first id.
         with_special = self.backend.encode(PROBE).ids
-        self.bos = None if with_special[0] == ids[0] else with_special[0]
+        self.own_bos = None if with_special[0] == ids[0] else with_special[0]
+        self.bos = self._chosen_bos(folder)
         content = json.dumps([values, self.eot], sort_keys=True)
         self.hash = hashlib.sha256(content.encode()).hexdigest()
+
+    def _chosen_bos(self, folder: Path) -> int | None:
+        """The token that begins texts. The tokenizer's own steps put it there unless its configuration says otherwise.
+
+        Of DeepSeek's models the configuration alone says so.
+        """
+        values = _config(folder, "tokenizer_config.json")
+        wanted = values.get("add_bos_token")
+        token = self.backend.token_to_id(str(_text(values.get("bos_token"))))
+        if not isinstance(wanted, bool) or wanted == (self.own_bos is not None) or (wanted and token is None):
+            return self.own_bos
+        announce(
+            f"{self.name}: add_bos_token={wanted} in tokenizer_config.json holds, and tokenizer.json says otherwise"
+        )
+        return token if wanted else None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, uint32 [tokens]. Lone surrogates, which UTF-8 lacks, are replaced."""
@@ -121,7 +135,7 @@ def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
     """The values in tokenizer.json, without padding and truncation, and the library's tokenizer made of them."""
     # Padding and truncation are settings of whoever saved the file. They would change the tokens of our texts.
     try:
-        values = json.loads(read_bytes(folder / "tokenizer.json")) | {"padding": None, "truncation": None}
+        values = json.loads((folder / "tokenizer.json").read_bytes()) | {"padding": None, "truncation": None}
         with panics_are_errors(name, "restore the file"):  # a panic is no Exception, so it would pass the one below
             backend = tokenizers.Tokenizer.from_str(json.dumps(values))
     except FileNotFoundError:
@@ -136,23 +150,31 @@ def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
 def _end_token(folder: Path, backend: Any, name: str) -> int:
     """The id of the token that ends a text, from the first file that names a usable one, by its text or its id."""
     for file in ("tokenizer_config.json", "generation_config.json", "config.json"):
-        path = folder / file
-        values = read_json(path.resolve()) if path.is_file() else {}  # files in the hub's cache are links
+        values = _config(folder, file)
         # Somebody else's file may have anything in both places. Anything but a token or its id is passed over.
-        token = values.get("eos_token")
-        if isinstance(token, dict):
-            token = token.get("content")
+        token = _text(values.get("eos_token"))
         # The file names the token by its text, or else by its id.
         end: Any = backend.token_to_id(str(token)) if token else values.get("eos_token_id")
         if isinstance(end, list):  # several tokens may end a text; the first one is ours
             end = end[0] if end else None
-        is_id = type(end) is int and 0 <= end < MAX_RANK
+        is_id = type(end) is int and 0 <= end < 2**32  # what the library takes
         text = backend.id_to_token(end) if is_id else None
         # Usable: it exists, and ordinary text never gives it. Otherwise it would not mark the end of a document.
         if text is not None and end not in backend.encode(text, add_special_tokens=False).ids:
             return end
     remedy = f"name one as eos_token in {folder}/tokenizer_config.json"
     raise ValueError(f"data.tokenizer={name} has no special token that ends a text: {remedy}")
+
+
+def _config(folder: Path, name: str) -> dict[str, Any]:
+    """The values in one of the files beside tokenizer.json; none if it is missing."""
+    path = folder / name
+    return read_json(path.resolve()) if path.is_file() else {}  # files in the hub's cache are links
+
+
+def _text(token: Any) -> Any:
+    """The text of a token in such a file, where it may stand with its options."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _byte_pieces(backend: Any, vocab_size: int) -> tuple[list[bytes], torch.Tensor]:

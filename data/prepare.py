@@ -8,7 +8,8 @@
 A document is for validation if the hash of its id (its path, or its row) is at most `val_fraction`, or the lowest of
 all. So adding documents moves no other document, unless validation holds only the lowest one. Documents cut from one
 file share its id, unless it is the only file: adding another to that one moves its pieces. A document whose text is
-already in validation is left out, and so are empty documents. Repetitions within training stay.
+already in validation, perhaps with other line ends, is left out, and so are empty documents. Repetitions within
+training stay.
 """
 
 import hashlib
@@ -27,11 +28,11 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from conf.files import read_json, sealed, sha256, unsealed, whole_folder, write_json
+from conf.files import announce, read_json, sealed, sha256, unsealed, whole_folder, write_json
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer
 
-FORMAT = 7  # raised when the same documents and options give other files
+FORMAT = 8  # raised when the same documents and options give other files
 SAMPLED_BYTES = 2**27  # of a corpus, to train a vocabulary on
 HASHED_BYTES = 2**28  # when larger files are opened, only their size is checked
 DOCUMENTS = 256  # tokenised at a time
@@ -43,6 +44,7 @@ class Source(NamedTuple):
     # Yields an id, which decides the split, and the text of each. Documents that share an id follow each other.
     documents: Callable[[], Iterator[tuple[str, bytes]]]
     fingerprint: Callable[[], str]  # a hash that changes with the documents
+    name: str = "documents"  # what is read, for a line that says so
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,15 @@ class Split:
     bytes: int  # of text
     token_bytes: int  # that its tokens stand for: the same unless the tokenizer changes texts
     repeated: int  # documents left out because validation has their text
+    without_text: int  # empty documents, and rows without one, which are left out
     not_utf8: int  # documents in which bytes had to be replaced
     sha256: str  # of the token file
     files_sha256: str  # of the file with the numbers of files
 
     def __str__(self) -> str:
         size = f"{self.documents:,} documents, {self.tokens:,} tokens, {self.bytes / 1e6:,.1f} MB"
-        return f"{self.name}: {size}; {self.repeated:,} repeated ones left out, {self.not_utf8:,} not UTF-8"
+        left_out = f"{self.repeated:,} repeated ones and {self.without_text:,} without text left out"
+        return f"{self.name}: {size}; {left_out}, {self.not_utf8:,} not UTF-8"
 
     def stream(self) -> np.ndarray:
         """All tokens, [tokens]."""
@@ -156,6 +160,7 @@ def _prepared_folder(
             return folder
         with whole_folder(folder) as unfinished:
             if not folder.exists():  # another process may have made it while this one waited
+                announce(f"data: reads {source.name}")
                 write(unfinished)
                 # Documents are read several times and told apart by their numbers. If a file grows meanwhile, a text
                 # could be in both splits, or in none.
@@ -223,17 +228,23 @@ def _write_split(
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     tokens_path = folder / f"{name}.bin"
     files_path = folder / f"{name}.files"
-    counts = dict.fromkeys(("documents", "tokens", "bytes", "token_bytes", "repeated", "not_utf8"), 0)
-    with_text = ((identity, text) for identity, text in documents if text)
+    fields = "documents", "tokens", "bytes", "token_bytes", "repeated", "without_text", "not_utf8"
+    counts = dict.fromkeys(fields, 0)
+    replaced = 0  # characters that stand for bytes which are no UTF-8
+    characters = 0
+    documents = iter(documents)
     last_id = None
     file_number = -1
     with tokens_path.open("wb") as stream, files_path.open("wb") as files:
         # Batches of documents, until one is empty.
-        for batch in iter(lambda: list(itertools.islice(with_text, DOCUMENTS)), []):
+        for batch in iter(lambda: list(itertools.islice(documents, DOCUMENTS)), []):
             texts = []
             file_numbers = []
             for identity, raw in batch:
-                key = hashlib.sha256(raw).digest()[:16]
+                if not raw:
+                    counts["without_text"] += 1
+                    continue
+                key = _key(raw)
                 if key in seen:
                     counts["repeated"] += 1
                     continue
@@ -242,6 +253,10 @@ def _write_split(
                 # A document that is not UTF-8 is kept, with U+FFFD in place of its bad bytes, and counted.
                 text = raw.decode("utf-8", "replace")
                 encoded = text.encode()
+                if encoded != raw:
+                    counts["not_utf8"] += 1
+                    replaced += text.count("\N{REPLACEMENT CHARACTER}")
+                characters += len(text)
                 texts.append(text)
                 # Documents of one file share its id and follow each other, so that no table of all ids is needed.
                 if identity != last_id:
@@ -249,15 +264,23 @@ def _write_split(
                     last_id = identity
                 file_numbers.append(file_number)
                 counts["bytes"] += len(encoded)
-                counts["not_utf8"] += int(encoded != raw)
             np.array(file_numbers, dtype="uint32").tofile(files)
             for ids in tokenizer.encode(texts):
                 np.append(ids, tokenizer.eot).astype(dtype).tofile(stream)
                 counts["documents"] += 1
                 counts["tokens"] += len(ids) + 1
                 counts["token_bytes"] += int(tokenizer.token_bytes[ids.astype(np.int64)].sum())
+    if replaced > characters / 2:
+        remedy = "convert it, as by iconv -f GB18030 -t UTF-8"
+        raise ValueError(f"more than half of the text for {name} is not UTF-8, but of another encoding: {remedy}")
     hashes = {"sha256": sha256(tokens_path), "files_sha256": sha256(files_path)}
     return {"name": name, "dtype": dtype, **counts, **hashes}
+
+
+def _key(raw: bytes) -> bytes:
+    """The same for texts that differ in their kind of line ends, or in blanks before or after them, alone."""
+    unified = raw.replace(b"\r\n", b"\n").replace(b"\r", b"\n").strip()
+    return hashlib.sha256(unified).digest()[:16]
 
 
 def _open(folder: Path) -> dict[str, Split]:

@@ -1,4 +1,4 @@
-"""The text sources: the standard library's code, the user's files, datasets of the `datasets` library."""
+"""The text sources: the standard library's code, the user's files, datasets of the Hugging Face hub."""
 
 import glob
 import hashlib
@@ -6,16 +6,20 @@ import itertools
 import os
 import re
 import sysconfig
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
+from conf.files import announce
+from data import tables
 from data.prepare import Source
 from data.stream import TextData
+from data.tables import FORMATS
 
 # pydoc_data is one file of help text: 6 % of the library, and 40 % of the split it falls into. encodings has 70 tables
 # of characters that look alike: training would know those in validation.
@@ -50,45 +54,94 @@ class TextFiles(TextData):
 
 @dataclass(kw_only=True, eq=False)
 class HuggingFace(TextData):
-    """A dataset of the `datasets` library, each row a document."""
+    """A dataset of the Hugging Face hub, or local files of tables. Each row is a document."""
 
     label = "hf"
 
-    path: str  # an id on the hub, or the format of local files: parquet, json, text, arrow
-    data_files: str | list[str] | None = None  # paths or glob patterns of local files
+    path: str  # OWNER/NAME of a dataset on the hub, or the format of local files: parquet, json, csv, arrow
+    data_files: str | list[str] | None = None  # paths or glob patterns: of local files, or within the dataset
     subset: str | None = None  # name of a configuration of the dataset
     split: str = "train"  # where the documents are taken from; validation is split off by our own rule
     text_field: str = "text"  # column that holds the text
     revision: str | None = None  # commit, branch or tag on the hub; give one to keep the data as they are
 
     def source(self) -> Source:
+        patterns = [self.data_files] if isinstance(self.data_files, str) else self.data_files or []
+        if self.path == "text":
+            raise ValueError("data.path=text would drop line ends: data=text data.files=GLOB reads plain text files")
+        return self._of_files(patterns) if self.path in FORMATS else self._of_hub(patterns)
+
+    def _of_files(self, patterns: list[str]) -> Source:
+        """The rows of local files. Raises ValueError: an option is the hub's, or a file has no such column of text."""
+        for key in ("subset", "split", "revision"):
+            if getattr(self, key) not in (None, "train"):
+                problem = f"data.{key}={getattr(self, key)} is for a dataset on the hub"
+                raise ValueError(f"{problem}; data.path={self.path} reads all rows of data.data_files")
+        if not patterns:
+            raise ValueError(f"data.path={self.path} reads local files: name them by data.data_files=GLOB")
+        files = sorted(matching_files(patterns, "data.data_files"))
+        for _, path in files:  # a column that is missing shows before anything is written
+            next(tables.read(path, self.path, self.text_field), None)
+
+        def documents() -> Iterator[tuple[str, bytes]]:
+            rows = (row for _, path in files for row in tables.read(path, self.path, self.text_field))
+            for number, text in enumerate(rows):
+                yield str(number), _bytes(text)
+
+        return Source(documents, partial(_fingerprint, files, self.text_field), f"{self.path} files {patterns}")
+
+    def _of_hub(self, patterns: list[str]) -> Source:
+        """The rows of a dataset on the hub. Raises ValueError: there is none, or it is of another format."""
+        # A run may come from somebody else. `datasets` has formats that can run code, such as pandas with its pickles,
+        # and reads any address; which ones differs among its versions.
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", self.path) or Path(self.path).exists():
+            remedy = "of files here give their format, as in data.path=parquet data.data_files=GLOB"
+            raise ValueError(
+                f"data.path={self.path} is neither OWNER/NAME on the hub nor {', '.join(FORMATS)}; {remedy}"
+            )
+        for pattern in patterns:
+            if re.search(r"^[/~]|:|\.\.|\\", pattern):
+                raise ValueError(f"data.data_files={pattern} is no path within the dataset {self.path}")
+        announce(f"data: fetches {self.path} from the Hugging Face hub, unless it is cached")
         import datasets  # takes seconds, so only where it is used
 
         try:
-            rows = datasets.load_dataset(
-                self.path, self.subset, split=self.split, data_files=self.data_files, revision=self.revision
+            builder = datasets.load_dataset_builder(
+                self.path, self.subset, data_files=patterns or None, revision=self.revision
             )
+            # The last one reads what an earlier call has cached.
+            kind = type(builder).__module__.rpartition(".")[2]
+            if kind not in (*FORMATS, "cache"):
+                remedy = "plain text is read by data=text, once the files are here"
+                raise ValueError(f"its files are {kind}, and these are read: {', '.join(FORMATS)}; {remedy}")
+            builder.download_and_prepare()
+            rows = builder.as_dataset(self.split)
         except Exception as error:  # the library, the hub and the network have many
             cause = error.__cause__ or error  # the error that says why, of "occurred while generating the dataset"
-            reason = str(cause).strip().split("\n")[0][:300]
+            reason = str(cause).strip().split("\n\n")[0][:500]
             raise ValueError(
                 f"data.path={self.path} could not be loaded ({type(cause).__name__}: {reason}). Check data.path, "
-                f"data.subset={self.subset}, data.split={self.split}, the network, and that each file has rows; "
-                f"offline, use local files: data.path=parquet (or json, text, arrow) data.data_files=GLOB"
+                f"data.subset={self.subset}, data.split={self.split} and the network; "
+                f"offline, use local files: data.path=parquet (or json, csv, arrow) data.data_files=GLOB"
             ) from None
-        text_column = rows.features.get(self.text_field)
-        if getattr(text_column, "dtype", "") not in ("string", "large_string", "string_view"):
-            has = ", ".join(f"{name} ({getattr(kind, 'dtype', kind)})" for name, kind in rows.features.items())
-            raise ValueError(f"data.text_field={self.text_field} is no column of text in {self.path}: it has {has}")
+        tables.check_column(self.text_field, rows.data.schema)
         rows = rows.select_columns([self.text_field])  # other columns, such as images, would be decoded in vain
 
         def documents() -> Iterator[tuple[str, bytes]]:
             batches = (batch[self.text_field] for batch in rows.iter(batch_size=1000))
             for number, text in enumerate(itertools.chain.from_iterable(batches)):
-                yield str(number), (text or "").encode("utf-8", "replace")
+                yield str(number), _bytes(text)
 
         # The rows are a copy of the files, which no longer changes.
-        return Source(documents, lambda: rows._fingerprint)
+        return Source(documents, lambda: rows._fingerprint, self.path)
+
+
+def _bytes(text: str | None) -> bytes:
+    """The text of a row, none as an empty one. Bytes that were no UTF-8 are as they were."""
+    try:
+        return (text or "").encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # halves of characters, which JSON can write: no UTF-8 either
+        return (text or "").encode("utf-8", "surrogatepass")
 
 
 def read_files(files: Iterable[tuple[str, Path]], document_bytes: int | None = None) -> Source:
@@ -106,18 +159,21 @@ def read_files(files: Iterable[tuple[str, Path]], document_bytes: int | None = N
     def documents() -> Iterator[tuple[str, bytes]]:
         for name, path in files:
             for i, piece in enumerate(_pieces(path, document_bytes)):
-                yield (f"{name}#{i}" if len(files) == 1 else name), piece
+                # Of an empty file the only piece, which is counted. Later ones are empty where a line went on for long.
+                if piece or i == 0:
+                    yield (f"{name}#{i}" if len(files) == 1 else name), piece
 
-    def fingerprint() -> str:
-        # Sizes and times stand for the contents, which would take long to hash at every start. What a run records is
-        # the hash of the prepared splits, which is exact.
-        digest = hashlib.sha256(f"{document_bytes}\n".encode())
-        for name, path in files:
-            status = path.stat()
-            digest.update(f"{name!r} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
-        return digest.hexdigest()
+    return Source(documents, partial(_fingerprint, files, document_bytes), f"{len(files)} files such as {files[0][1]}")
 
-    return Source(documents, fingerprint)
+
+def _fingerprint(files: Iterable[tuple[str, Path]], options: object) -> str:
+    # Sizes and times stand for the contents, which would take long to hash at every start. What a run records is the
+    # hash of the prepared splits, which is exact.
+    digest = hashlib.sha256(f"{options}\n".encode())
+    for name, path in files:
+        status = path.stat()
+        digest.update(f"{name!r} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
 def _pieces(path: Path, document_bytes: int | None) -> Iterator[bytes]:
@@ -128,12 +184,14 @@ def _pieces(path: Path, document_bytes: int | None) -> Iterator[bytes]:
     """
     with path.open("rb") as file:
         beginning = file.read(1024)
-        if b"\0" in beginning:
-            raise ValueError(f"data: {path} has NUL bytes, as UTF-16 and binary files do: convert or omit it")
+        if b"\0" in beginning or beginning.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+            raise ValueError(
+                f"data: {path} has NUL bytes or another mark of UTF-16 or binary files: convert or omit it"
+            )
         file.seek(len(BOM_UTF8) if beginning.startswith(BOM_UTF8) else 0)
         total = os.fstat(file.fileno()).st_size
         size = min(document_bytes or total, total) or 1
-        for start in range(0, total, size):
+        for start in range(0, total or 1, size):
             # The document before has ended here: perhaps beyond `start`, and beyond start + size only if `size` is
             # smaller than `TextFiles` allows.
             position = file.tell()
@@ -163,8 +221,11 @@ def stdlib_files() -> Iterator[tuple[str, Path]]:
                 yield path.relative_to(root).as_posix(), path
 
 
-def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
+def matching_files(patterns: list[str], key: str = "data.files") -> list[tuple[str, Path]]:
     """Find the files that match glob patterns, each file once.
+
+    Args:
+        key: of the option that has the patterns, for the message.
 
     Returns:
         The id and the path of each file. The id is the path below the folder that all patterns start with, so that a
@@ -181,8 +242,8 @@ def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
         names = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
         files = [Path(name) for name in names if os.path.isfile(name)]
         if not files:
-            remedy = "a folder's files are data.files='FOLDER/**/*', and [[] stands for a bracket"
-            raise ValueError(f"data.files={pattern} matches no file (seen from {Path.cwd()}); {remedy}")
+            remedy = f"a folder's files are {key}='FOLDER/**/*', and [[] stands for a bracket"
+            raise ValueError(f"{key}={pattern} matches no file (seen from {Path.cwd()}); {remedy}")
         paths += files
         # The last part, the file's own, always belongs to the id.
         without_wildcards = itertools.takewhile(lambda part: not re.search(r"[*?[]", part), path.parts[:-1])

@@ -68,6 +68,7 @@ def of_norm() -> dict[str, tuple[float, Weights]]:
             f"keys by log, {word}": (8, {rope: 1, f"{rope} read as rope": -1}),
             f"keys after angles, {word}": (8, {p_rope: 1, f"p_rope-ssmax-{norm}": -1}),
             f"angles minus keys, {word}": (8, {ssmax: 1, p_rope: -1}),
+            f"keys less keys after angles, {word}": (8, {rope: 1, ssmax: -1, p_rope: -1, f"p_rope-ssmax-{norm}": 1}),
         }
     for name in ("angles", "keys"):
         _, normed = effects[f"{name}, normed"]
@@ -125,3 +126,16 @@ def of_features() -> dict[str, tuple[float, Weights]]:
     # The slope of a least-squares line through all 16 over the number of features, of mean 2 and sum of squares 16.
     effects["each feature more"] = (1, {line: (sum(switches) - 2) / 16 for line, switches in lines.items()})
     return effects
+
+
+def of_gates() -> dict[str, tuple[float, Weights]]:
+    """What gates that see the content, their initial values and their rate are worth at 8x: docs/log/gates.md."""
+    pairs = [
+        ("constant", "fox"),
+        ("tenfold", "fox"),
+        ("fitted", "fox"),
+        ("slopes", "alibi"),
+        ("slopes", "constant"),
+        ("constant", "kerple"),
+    ]
+    return {f"{arm} minus {other}": (8, {arm: 1, other: -1}) for arm, other in pairs}

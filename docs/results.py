@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from conf.files import write_text  # noqa: E402
+from data.tasks.markov import Markov  # noqa: E402
 from docs import effects  # noqa: E402
+from lab.board import counter  # noqa: E402
 from ropewalk.evaluation.archive import write  # noqa: E402
 from ropewalk.report import frame, plot  # noqa: E402
 from ropewalk.report.answer import amount, percent  # noqa: E402
@@ -58,6 +60,8 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
             insert(root / "README.md", name, short(by_length(first)))
         else:
             lines = write_table(by_length(results(runs)))
+            if name in COUNTED:
+                lines += ["", counted(COUNTED[name])]
             if name in EFFECTS:
                 lines += ["", *effects.rows(runs, EFFECTS[name]())]
             insert(place(name, root), name, lines)
@@ -157,6 +161,18 @@ def full(table: pd.DataFrame, costs: Mapping[str, str] | None = None) -> list[st
     return in_markdown(rows)
 
 
+def counted(switch: float) -> str:
+    """Return a sentence on the counter of pairs, on the texts that conf/experiment/markov.yaml evaluates."""
+    chains = Markov(switch=switch)
+    decay = counter.best_decay(chains, 512)
+    gain, possible, above = counter.gains(chains, decay, (64, 512), target_tokens=4, texts=512)
+    at_8x = above + possible - gain
+    return (
+        f"Without training a counter of pairs that keeps {decay:g} of each count a token is {above:.3f} above at 1x "
+        f"and {at_8x:.3f} at 8x; it gains {gain:.3f}, {100 * gain / possible:.0f} % of the possible."
+    )
+
+
 def gains(table: pd.DataFrame) -> list[str]:
     """Return a table of the gains at all lengths beyond the training length."""
     train_len = table.train_len.iloc[0]
@@ -223,6 +239,9 @@ ARCHIVES: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "dropping": gains,
     "newer": gains,
     "olmpool": at_lengths,
+    "nope": full,
+    "gates": full,
+    "gates_switch": full,
 }
 EFFECTS = {
     "qk_norm": effects.of_norm,
@@ -230,8 +249,13 @@ EFFECTS = {
     "dropping": effects.of_dropping,
     "newer": effects.of_newer,
     "olmpool": effects.of_features,
+    "gates": effects.of_gates,
+    "gates_switch": effects.of_gates,
 }
-PAGES = {"qk_norm_code": "qk_norm"}  # the pages whose name is not that of the table
+# The hazard of tables beside which the counter of pairs stands. At 0 it is the best possible predictor.
+COUNTED = {"switch": 0.01, "gates_switch": 0.01}
+# The pages whose name is not that of the table.
+PAGES = {"qk_norm_code": "qk_norm", "gates_switch": "gates", "nope": "learning_rates"}
 
 
 if __name__ == "__main__":

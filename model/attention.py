@@ -24,8 +24,8 @@ class Context:
     """What an encoding knows of one call of attention. The queries are the newest of the keys' tokens.
 
     `model.position.layer` makes one for each encoding of a forward pass. Where a batch is not one text in each row, its
-    reading puts an object of its own in the place of this one, with the methods `attend` and `earlier`. With packed
-    documents that is `model.reading.PackedContext`: it cuts the rows into documents, pads these to a few widths, and
+    layout puts an object of its own in the place of this one, with the methods `attend` and `earlier`. With packed
+    documents that is `model.layout.PackedContext`: it cuts the rows into documents, pads these to a few widths, and
     calls `attend` of a context of this class for each width, whose rows are one document each. No mask is needed then.
     """
 

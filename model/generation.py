@@ -30,11 +30,7 @@ def generate(
     Raises:
         ValueError: an empty prompt, an id outside the vocabulary, or a text longer than the encoding is defined for.
     """
-    if idx.numel() == 0:
-        raise ValueError("the prompt is empty: give at least one token")
-    bad = idx[(idx < 0) | (idx >= net.vocab_size)]
-    if len(bad):
-        raise ValueError(f"token id {bad[0]} is outside the vocabulary 0..{net.vocab_size - 1}: another tokenizer?")
+    check_ids(idx, net.vocab_size)
     for pe in encodings or net.encodings:
         check_length(pe, idx.size(1) + max_new_tokens)
     generator = torch.Generator(idx.device).manual_seed(seed)
@@ -60,3 +56,12 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: to
         lowest_kept = logits.topk(top_k).values[:, -1:]  # [B, 1]
         logits = logits.masked_fill(logits < lowest_kept, -torch.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+
+
+def check_ids(idx: Tensor, vocab_size: int) -> None:
+    """Raise ValueError unless there are token ids, and all within the vocabulary."""
+    if idx.numel() == 0:
+        raise ValueError("the prompt is empty: give at least one token")
+    bad = idx[(idx < 0) | (idx >= vocab_size)]
+    if len(bad):
+        raise ValueError(f"token id {bad[0]} is outside the vocabulary 0..{vocab_size - 1}: another tokenizer?")

@@ -14,10 +14,10 @@ from conf.schema import GPTConfig
 from model import position
 from model.attention import Context, exactly, recomputed
 from model.cache import Cache
-from model.mix import Mix
+from model.layout import IGNORE_INDEX, WHOLE, Layout
+from model.mix import OLD_NAME, Mix
 from model.position import PositionEncoding, Shape
 from model.position.layer import init_parameters
-from model.reading import IGNORE_INDEX, WHOLE, Reading
 
 R = TypeVar("R")
 # The most logits that are held at once, 64 MiB in fp32, unless a single position of the batch has more.
@@ -136,6 +136,8 @@ class GPT(nn.Module):
         checkpointing: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        if type(vocab_size) is not int or vocab_size < 1:
+            raise ValueError(f"vocab_size={vocab_size!r} must be a whole number, and at least 1")
         self.cfg = cfg
         self.vocab_size = vocab_size
         self.train_len = train_len
@@ -172,24 +174,26 @@ class GPT(nn.Module):
         return list(dict.fromkeys(self.encodings))
 
     def hidden_states(
-        self, idx: Tensor, reading: Reading = WHOLE, *, encodings: Sequence[PositionEncoding] | None = None,
+        self, idx: Tensor, layout: Layout = WHOLE, *, encodings: Sequence[PositionEncoding] | None = None,
         cache: Cache | None = None,
     ) -> Tensor:  # fmt: skip
         """Final hidden states [B, T, C] of token ids `idx` int64 [B, T].
 
         Args:
-            reading: what the rows are: texts, packed documents, or texts that several ranks share, of which each gets
+            layout: what the rows are: texts, packed documents, or texts that several ranks share, of which each gets
                 the hidden states of its own part.
             encodings: one for each layer, instead of the network's own: an evaluation passes those of another scale
-                (`model.position.network.at_scale`) or of another reading, training those of a stage or with shorter
-                windows. They have the same parameters.
+                (`model.position.network.at_scale`) or others that read the same weights, training those of a stage or
+                with shorter windows. They have the same parameters.
             cache: holds the text before `idx`, and gets `idx` too.
         """
+        if idx.dim() != 2 or idx.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{idx.dtype} {tuple(idx.shape)} is not token ids [B, T], of int64 or int32")
         encodings = encodings or self.encodings
         # A context for each distinct encoding, with its tables, softmax scale and temperature, made by
         # `model.position.layer.make_context`. The positions [B, T] of packed documents begin anew in each. Where ranks
         # share a text, `idx` and `pos` become those of this rank's part.
-        idx, pos, contexts = reading.contexts(dict.fromkeys(encodings), idx, cache)
+        idx, pos, contexts = layout.contexts(dict.fromkeys(encodings), idx, cache)
         x = self.embedding(idx)  # [B, T, C]
         for pe in contexts:
             x = pe.embed(x, pos)
@@ -202,7 +206,7 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def forward(
-        self, idx: Tensor, reading: Reading = WHOLE, *, encodings: Sequence[PositionEncoding] | None = None,
+        self, idx: Tensor, layout: Layout = WHOLE, *, encodings: Sequence[PositionEncoding] | None = None,
         cache: Cache | None = None, targets: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Logits [B, T, padded vocabulary] of token ids `idx` int64 [B, T]: see `hidden_states`.
@@ -210,16 +214,16 @@ class GPT(nn.Module):
         With `targets` int64 [B, T] it returns the mean cross-entropy in nats instead, over all targets but
         IGNORE_INDEX. Where ranks share a text, each returns a part, and the mean over the ranks is this number.
         """
-        hidden = self.hidden_states(idx, reading, encodings=encodings, cache=cache)
+        hidden = self.hidden_states(idx, layout, encodings=encodings, cache=cache)
         if targets is None:
             return self.head(hidden)
-        return self.loss(hidden, *reading.scored(targets))  # the targets of `hidden`, and what divides their sum
+        return self.loss(hidden, *layout.scored(targets))  # the targets of `hidden`, and what divides their sum
 
     def loss(self, hidden: Tensor, targets: Tensor, n_targets: Tensor) -> Tensor:
         """The sum of the cross-entropies, in nats, of hidden states [B, T, C] and targets [B, T], over `n_targets`.
 
         Args:
-            n_targets: number of targets that count, a scalar tensor: see `Reading.scored`.
+            n_targets: number of targets that count, a scalar tensor: see `Layout.scored`.
         """
 
         def nats(logits: Tensor, targets: Tensor) -> Tensor:
@@ -284,8 +288,7 @@ class GPT(nn.Module):
                 continue
             values = torch.zeros(p.shape)  # of one parameter at a time
             if name.endswith("mix.conv"):  # as PyTorch's Conv1d: uniform up to 1 / sqrt(tokens)
-                old_name = name.replace("mix.conv", "qkv_conv.weight")  # seeds the same values as in older versions
-                nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator(old_name))
+                nn.init.kaiming_uniform_(values, math.sqrt(5), generator=generator(name.replace("mix.conv", OLD_NAME)))
             elif name.endswith(("attn.out.weight", "mlp.down.weight")):
                 nn.init.normal_(values, 0.0, residual_std, generator(name))
             elif p.ndim > 1:

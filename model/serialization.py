@@ -9,13 +9,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from conf.files import read_json, refuse_link, sealed, sha256, unsealed, write_bytes, write_json
+from conf.files import announce, read_json, refuse_link, sealed, sha256, unsealed, write_bytes, write_json
 from conf.schema import GPTConfig, parse, without_gone
 from model import position
 from model.gpt import GPT
+from model.mix import OLD_NAME
 
 FORMAT = 2
-LARGEST = 2**31  # no number of tokens is as large
 WEIGHTS = "model.safetensors"
 DESCRIPTION = "model.json"
 
@@ -68,28 +68,22 @@ def describe(folder: str | Path) -> dict[str, Any]:
     if version != FORMAT:
         raise ValueError(f"{path} has format {version!r}, this version reads {FORMAT}: use the version that wrote it")
     try:
-        return unsealed(description, remedy=": restore it") | _checked(description)
+        is_sealed = "checksum" in description
+        description = unsealed(description, remedy=": restore it")
+        cfg = parse(GPTConfig, without_gone(description["model"], "model."))
+        lengths = description["train_len"], description["original_len"]
+        description |= {"model": cfg.model_dump(), "tokenizer": dict(description["tokenizer"] or {})}
+        description["pe"]["name"] = str(description["pe"]["name"])
+        # Building the encodings checks their options. On "meta" it takes no memory.
+        with torch.device("meta"):
+            position.build_encodings(description["pe"], position.Shape.of(cfg, lengths[0]))
+            position.Shape.of(cfg, lengths[1])
     # The file may have been edited by hand: without a key, or with a value of any type under it.
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-def _checked(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of model.json that a network is built from, each converted to its type."""
-    cfg = parse(GPTConfig, without_gone(description["model"], "model."))
-    pe = description["pe"]
-    sizes = {key: int(description[key]) for key in ("vocab_size", "train_len", "original_len")}
-    if not all(1 <= size < LARGEST for size in sizes.values()):
-        raise ValueError(f"{', '.join(sizes)} must be at least 1, and below {LARGEST:,}")
-    # Building the encodings checks their options. On "meta" it takes no memory.
-    with torch.device("meta"):
-        position.build_encodings(pe, position.Shape.of(cfg, sizes["train_len"]))
-    return {
-        "model": cfg.model_dump(),
-        "pe": pe | {"name": str(pe["name"])},
-        "tokenizer": dict(description["tokenizer"] or {}),
-        **sizes,
-    }
+    if not is_sealed and lengths[0] != lengths[1]:
+        announce(f"{path} has no checksum, as of an older version: its original_len={lengths[1]} is believed")
+    return description
 
 
 def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
@@ -133,8 +127,6 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
     # model.json and the weights are two files. The hash tells whether they belong together, also where a folder was
     # copied while it was being written.
     try:
-        # Loaded before it is hashed: loading compares the length of the file with its header, and to hash a sparse
-        # file of any length might take forever.
         weights = renamed(safetensors.torch.load_file(path))
         digest = sha256(path)
     except (OSError, safetensors.SafetensorError) as error:
@@ -156,7 +148,7 @@ def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     A checkpoint's names end in that of a moment, too.
     """
-    return {name.replace("attn.qkv_conv.weight", "attn.mix.conv"): tensor for name, tensor in tensors.items()}
+    return {name.replace(f"attn.{OLD_NAME}", "attn.mix.conv"): tensor for name, tensor in tensors.items()}
 
 
 def mismatched_tensors(net: GPT, weights: dict[str, Tensor]) -> list[str]:

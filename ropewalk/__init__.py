@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 # Names that `__getattr__` makes.
-__all__ = ["Model", "__version__", "attend", "curves", "encoding", "encodings", "load", "plot", "runs"]
+__all__ = ["Model", "__version__", "attend", "curves", "encoding", "encodings", "load", "plot", "runs", "train"]
 
 
 def __getattr__(name: str) -> Any:

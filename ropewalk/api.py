@@ -2,33 +2,40 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
 import torch
+from omegaconf import DictConfig
 from pydantic import ConfigDict, Field, validate_call
 from torch import Tensor
 
+from conf.options import encoding as options_of_encoding
+from conf.options import encoding_names
 from conf.schema import GPTConfig, parse
-from data.base import Data, build_data
-from model import position, serialization
-from model.generation import generate
+from data.base import Data
+from model import position
+from model.generation import check_ids, generate
 from model.gpt import GPT
 from model.position import PositionEncoding, Shape, layer
 from model.position.network import for_length
-from ropewalk.app import cli
+from ropewalk.app.compose import composed
+from ropewalk.app.configure import configure
 from ropewalk.app.init_from import opened
 from ropewalk.app.resolve import variants
 from ropewalk.report import frame, table
-from ropewalk.run.directory import check_identity, data_options
+from ropewalk.run.directory import RunDir
+from ropewalk.run.stop import INTERRUPTED
 
 MAX_LEN = 2**24  # tokens: the longest training length
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 # Decorates a function: arguments of other types than its signature says are a ValueError, which lists them.
 checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False))
 
-encodings = cli.encoding_names
+encodings = encoding_names
 
 
 class Model:
@@ -51,7 +58,7 @@ class Model:
 
         Raises ValueError: it cannot be encoded, or is a tensor of another kind.
         """
-        if not isinstance(text, str) and (text.dim() != 1 or text.is_floating_point()):
+        if not isinstance(text, str) and (text.dim() != 1 or text.dtype not in INTEGERS):
             raise ValueError(f"{text.dtype} {tuple(text.shape)} is not token ids [T]: model.net(idx) takes [B, T]")
         ids = self.data.prompt(text) if isinstance(text, str) else text
         return torch.as_tensor(ids, dtype=torch.int64, device=self.net.embedding.weight.device)
@@ -61,6 +68,7 @@ class Model:
     def logits(self, text: str | Tensor) -> Tensor:
         """Return the logits of the token that follows each token of `text`, fp32 [T, vocabulary]."""
         ids = self.encode(text)
+        check_ids(ids, self.net.vocab_size)
         encodings = for_length(self.net.encodings, len(ids), self.net.train_len)
         return self.net(ids[None], encodings=encodings)[0, :, : self.net.vocab_size].float()
 
@@ -104,7 +112,7 @@ def load(
 ) -> Model:  # fmt: skip
     """Load the trained model in a run directory, or the model of transformers hf:FOLDER_OR_HUB_ID.
 
-    A model of transformers becomes a run directory first, and so does a checkpoint.
+    A model of transformers becomes a run directory first.
 
     Args:
         step: of the checkpoint to take; None: the final weights, or the newest checkpoint of a run that was stopped.
@@ -112,18 +120,20 @@ def load(
             all of its options, resolved.
         cache_dir: folder of tokenised data, for `data.prepare`.
 
-    Raises ValueError: no run, a damaged one, or an encoding that cannot read its weights.
+    Raises ValueError: no run, a damaged one, no such device, or an encoding that cannot read its weights.
     """
-    path = opened(run, cache_dir, step)
-    reader = None
+    try:
+        torch.ones(1, device=device).item()  # "meta" has no values
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device={device!r} is not available here: {str(error).splitlines()[0]}") from None
+    trained = opened(run, cache_dir, step)
+    variant = None
     if pe is not None:
         spec = {"pe": pe, **options} if isinstance(pe, str) else pe
-        (reader,) = variants(serialization.describe(path), [spec])
+        (variant,) = variants(trained.description, [spec])
     elif options:
         raise ValueError(f"{', '.join(options)}: options of an encoding need its name, as in pe='yarn'")
-    data = build_data(data_options(path, cache_dir))
-    check_identity(path, data.tokenizer_identity())
-    return Model(serialization.load(path, pe=reader).to(device), data)
+    return Model(trained.network(variant).to(device), trained.data)
 
 
 @checked
@@ -192,6 +202,34 @@ def runs(
     return table.results(loaded, reference)
 
 
+def train(*overrides: str, config: DictConfig | None = None) -> Path:
+    """Train, evaluate and report a run in this process, or resume it, as `python train.py` does with these overrides.
+
+    Args:
+        overrides: those of the command line, such as "pe=yarn" and "trainer.max_steps=100".
+        config: instead of overrides: what a Hydra program of your own has composed from conf/train.yaml.
+
+    Returns:
+        The directory of the run.
+
+    Raises:
+        ValueError: a mistake, with the remedy, before anything is written.
+        KeyboardInterrupt: after Ctrl-C, and a checkpoint. The same call resumes.
+        SystemExit: after another signal, and a checkpoint.
+    """
+    from train import train as train_run
+
+    with composed("train", *overrides) if config is None else nullcontext(config) as chosen:
+        cfg = configure(chosen)
+    try:
+        train_run(cfg)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            raise KeyboardInterrupt from None
+        raise
+    return RunDir(cfg).path
+
+
 @checked
 def encoding(
     name: str, *, n_head: int, head_dim: int, train_len: Annotated[int, Field(ge=1, le=MAX_LEN)],
@@ -208,7 +246,7 @@ def encoding(
 
     Raises ValueError: no such encoding or option, a bad value, or a pattern over layers.
     """
-    chosen = cli.encoding({"pe": name, **options})
+    chosen = options_of_encoding({"pe": name, **options})
     if "pattern" in chosen:
         parts = {key: part["name"] for key, part in position.parts(chosen).items()}
         raise ValueError(f"{name} is a pattern over layers: build its parts, one for each layer: {parts}")
@@ -234,8 +272,9 @@ def attend(
         k, v: keys and values [B, Hkv, T, D], with its n_kv_head.
         x: the layer's input [B, T, dim], for encodings that depend on it.
 
-    Raises ValueError: a tensor has another shape; the encoding depends on x, which is not given; or it is absolute, and
-    nothing says that the embeddings have their positions.
+    Raises ValueError: a tensor has another shape, type or device than the others or the encoding's parameters; the
+    encoding depends on x, which is not given; or it is absolute, and nothing says that the embeddings have their
+    positions.
     """
     _check_tensors(pe, {"q": q, "k": k, "v": v} | ({} if x is None else {"x": x}))
     if type(pe).embed is not PositionEncoding.embed and not embedded:
@@ -268,3 +307,15 @@ def _check_tensors(pe: PositionEncoding, given: Mapping[str, Tensor]) -> None:
         if tensor.shape != shapes[name]:
             remedy = "of [B, T, H, D] take transpose(1, 2), and there is no cache"
             raise ValueError(f"{name} is {tuple(tensor.shape)}, not {shapes[name]}, as q has T = {length}; {remedy}")
+        is_of_q = (
+            name == "x" or tensor.dtype == q.dtype
+        )  # the layer's input may be wider than what attention computes in
+        if not (tensor.is_floating_point() and is_of_q and tensor.device == q.device):
+            problem = f"{name} is {tensor.dtype} on {tensor.device}, q {q.dtype} on {q.device}"
+            raise ValueError(f"{problem}: all must be floating-point numbers of one type, on one device")
+        for parameter in pe.parameters():
+            if parameter.device != tensor.device or parameter.dtype.itemsize < tensor.dtype.itemsize:
+                problem = (
+                    f"{name} is {tensor.dtype} on {tensor.device}, parameters {parameter.dtype} on {parameter.device}"
+                )
+                raise ValueError(f"{problem}: call pe.to(x)")

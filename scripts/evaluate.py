@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-import ropewalk
 from conf.schema import Count, Precision, Section
-from ropewalk.app import init_from
+from ropewalk.app import configure, init_from
 from ropewalk.app.cli import program
-from ropewalk.evaluation import loop, results
+from ropewalk.evaluation import results
+from ropewalk.evaluation.evaluator import Evaluator
 from ropewalk.evaluation.measures.base import Measure, build
 from ropewalk.report import page
-from ropewalk.run.directory import check_identity, lock, read_environment
+from ropewalk.run.directory import RunDir, check_identity, lock
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware, tune
 
@@ -47,39 +47,37 @@ class Arguments(Section):
 
 @program(Arguments)
 def main(args: Arguments) -> None:
-    path = init_from.opened(args.run, args.cache_dir, args.step)
+    path = init_from.directory(args.run, args.cache_dir)
     # Locked until the end, so that nobody trains the run further between what is read here and what is written.
     with lock(path):
-        run_id = read_environment(path).run_id
-        cfg = init_from.evaluation(path, args.pe)
+        trained = init_from.opened(path, args.cache_dir, args.step)
+        cfg = configure.evaluation(path, trained.description, args.pe, args.eval)
         # What was trained with kernels is read with them where they run.
         hardware = Hardware.resolve(
             accelerator=args.device, precision=args.precision or cfg.trainer.precision,
             kernels="auto" if cfg.trainer.kernels else False,
         )  # fmt: skip
         tune(hardware.device)
-        model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
-        model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
-        distributed.install_kernels(model.net.encodings, hardware)
-        model.data.prepare()
-        check_identity(path, model.data.identity())
+        dtype = torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32
+        net = trained.network().to(hardware.device, dtype)
+        distributed.install_kernels(net.encodings, hardware)
+        trained.data.prepare()
+        check_identity(path, trained.data.identity())
         # None: what `cfg.eval` asks for.
         asked = None if args.measures is None else [measure_of(args, measure) for measure in args.measures]
         # If other encodings are asked for, results of the trained encoding are not measured again.
         known = []
         if args.pe or args.eval["variants"] is not None:
             known = [result for result in results.load_all(path) if not result.variant.zero_shot]
-        measured = loop.measure(
-            model.net, model.data, cfg, hardware, path, run_id=run_id, step=cfg.trainer.max_steps, asked=asked,
-            existing=known,
-        )  # fmt: skip
+        step = cfg.trainer.max_steps if trained.step is None else trained.step
+        measured = Evaluator(net, trained.data, cfg, hardware).measure(RunDir(cfg), step, asked, known)
         report = page.write_beside(path)
     page.show(path, cfg, measured)
     print(f"to look at: {report}")
 
 
 def measure_of(args: Arguments, asked: str | dict[str, Any]) -> str | Measure:
-    """What `loop.measure` takes for one entry of `measures`."""
+    """What `Evaluator.measure` takes for one entry of `measures`."""
     if isinstance(asked, dict):  # a class, with its options
         return build(asked)
     # The lab's have a section of their name in `Arguments`; the core's are named.

@@ -14,13 +14,11 @@ from typing import Any
 from pydantic import Field
 
 from conf.schema import Count, Section
-from data.base import build_data
 from data.text import TextData
 from ropewalk import hf
 from ropewalk.app.cli import program
 from ropewalk.app.init_from import opened
 from ropewalk.hf import tokenizers
-from ropewalk.run.directory import data_options
 
 
 class Arguments(Section):
@@ -32,14 +30,14 @@ class Arguments(Section):
 
 @program(Arguments)
 def main(args: Arguments) -> None:
-    path = opened(args.run, step=args.step)
-    data = build_data(data_options(path, "prepared"))
+    trained = opened(args.run, step=args.step)
+    data = trained.data
     of_text: dict[str, Any] = {}
     if isinstance(data, TextData):
         of_text = {
             "bos_token_id": data.text_start,
             "eos_token_id": data.encoder.eot,
-            "tokenizer": partial(tokenizers.write, data.encoder),
+            "tokenizer": partial(tokenizers.write, data.encoder, bos=data.text_start),
         }
-    model_class = hf.export(path, args.out, scale=args.scale, **of_text)
+    model_class = hf.export(trained.network(), trained.description, args.out, scale=args.scale, **of_text)
     print(f"wrote {args.out}: {model_class}; its README.md says how to open it")

@@ -19,13 +19,13 @@ from typing import Any
 
 from pydantic import Field
 
-import ropewalk
 from conf.files import printable, read_text
 from conf.schema import Count, Section
-from model import serialization
 from model.position.network import for_length
+from ropewalk import Model
 from ropewalk.app.cli import program
-from ropewalk.app.init_from import chosen_reader, opened
+from ropewalk.app.configure import chosen_variant
+from ropewalk.app.init_from import opened
 from ropewalk.training.hardware import Hardware
 
 
@@ -43,15 +43,15 @@ class Arguments(Section):
 
 @program(Arguments)
 def main(args: Arguments) -> None:
-    path = opened(args.run, step=args.step)
+    trained = opened(args.run, step=args.step)
     prompt = args.prompt
     if prompt == "-":
         prompt = sys.stdin.read()
     elif prompt.startswith("@"):
         prompt = read_text(Path(prompt[1:]))
-    pe = chosen_reader(serialization.describe(path), args.pe) if args.pe else None
+    pe = chosen_variant(trained.description, args.pe) if args.pe else None
     hardware = Hardware.resolve(accelerator=args.device, precision="32-true")
-    model = ropewalk.load(path, pe=pe, device=hardware.device)
+    model = Model(trained.network(pe).to(hardware.device), trained.data)
     tokens = len(model.encode(prompt)) + args.max_new_tokens
     encodings = for_length(model.net.encodings, tokens, model.net.train_len)  # those that `stream` reads with too
     scale = max(encoding.active_scale for encoding in encodings)  # 1 in layers that are not scaled

@@ -22,7 +22,8 @@ from model.gpt import GPT
 from model.position.layer import init_parameters, make_context
 from model.position.network import at_scale, view
 from ropewalk.app import cli
-from ropewalk.app.sweep import outcome, to_do
+from ropewalk.app.explain import explain
+from ropewalk.app.sweep import is_done
 from ropewalk.report import page
 from ropewalk.run.directory import RunDir, read_metrics
 
@@ -253,14 +254,17 @@ def write_knots(folder: Path) -> Path:
 
 
 def train_here(runs) -> list[str]:
-    """As `train_all`, but in this process, which has imported what a run needs."""
+    """As `trials.train_all`, but in this process, which has imported what a run needs."""
     from train import train
 
     failed = []
-    for cfg in to_do(map(RunDir, runs)):
-        said = outcome(train, cfg)
-        print(f"{cfg.name}: {said}")
-        failed += [cfg.name] * bool(said)
+    for cfg in runs:
+        if not is_done(RunDir(cfg)):
+            try:
+                train(cfg)
+            except ValueError as error:
+                print(f"{cfg.name}: {explain(error)}")
+                failed.append(cfg.name)
     return failed
 
 
@@ -271,7 +275,6 @@ def train(tmp_path, monkeypatch, capfd):
     It has to end with the exit code `code`, or with any for None.
     """
     monkeypatch.setattr(page, "html", lambda *_: "")  # it takes as long as all else: REPORT, where it matters
-    monkeypatch.setattr("ropewalk.app.sweep.train_all", train_here)
     corpus = write_knots(tmp_path / "corpus")
     own = [
         f"runs_dir={tmp_path / 'runs'}",
@@ -285,6 +288,8 @@ def train(tmp_path, monkeypatch, capfd):
         decided = tuple(decides[key] for key in decides.keys() & given)
         defaults = [option for option in own + SMALL if not option.startswith(decided)]
         defaults = [option for option in defaults if option.split("=")[0] not in given]
+        if "-m" in given and "hydra/launcher" not in given:
+            defaults.append("hydra/launcher=basic")  # in this process, which has imported what a run needs
         return sorted([*defaults, *arguments], key=lambda argument: not argument.startswith("-"))  # flags come first
 
     def run(*arguments: str, code: int | None = 0) -> Outcome:

@@ -6,7 +6,6 @@ import torch
 import transformers
 
 from conf.schema import GPTConfig
-from model import serialization
 from model.cache import Cache
 from model.gpt import GPT
 from ropewalk.hf import export, read_model
@@ -55,10 +54,7 @@ def network(pretrained) -> GPT:
 
 def exported(net, pe, folder: Path, **options):
     """The model of transformers in the folder that an export of our network writes."""
-    run = folder.with_name(f"run of {folder.name}")
-    run.mkdir(exist_ok=True)
-    serialization.save(net, run, pe=pe)
-    export(run, folder, **options)
+    export(net, {"pe": pe, "original_len": net.train_len}, folder, **options)
     return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 

@@ -75,4 +75,4 @@ class Texts:
 def results_of(plan, net, token_bytes=None):
     """What a network measures by all jobs of a plan."""
     score = Scorer(net, token_bytes=token_bytes)
-    return [measured for job in plan.jobs for measured in job.run(score)]
+    return [measured for part in plan.parts for measured in part.run(score)]

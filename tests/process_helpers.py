@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from hydra.core.plugins import Plugins
 
-from ropewalk.training.stop import STOPPED
+from ropewalk.run.stop import STOPPED
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 from conftest import pe_options
 
-from ropewalk.app.init_from import train_values
+from ropewalk.app.configure import train_values
 from ropewalk.evaluation.results import Evaluation, Measured, Variant
 
 LENGTHS = (128, 256, 512, 1024, 2048)

@@ -112,7 +112,18 @@ def passing(condition):
 
 
 CLAIMS = rows(CLAIMS_TEXT.split("\n## ")[0])
+# The columns of tables that claims were picked from.
+PICKED_FROM = {(claim["table"] or claim["rows"], claim["column"], claim["seeds"]) for claim in CLAIMS}
 ABOUT_ALL_ROWS = rows(section(CLAIMS_TEXT, "Claims about all rows"))
+
+
+def in_a_word(claim, p):
+    """Whether a claim stands."""
+    if p > 0.05:
+        return "no"
+    if "(provisional)" in claim["claim"]:
+        return "these weights only"
+    return "yes" if p * len(PICKED_FROM) <= 0.05 else "in its column"
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim['claim']}, {claim['seeds']} seeds")
@@ -120,7 +131,7 @@ def test_a_claim_has_the_p_value_that_follows_from_its_table(claim):
     p = computed(claim)
 
     assert claim["p"] == ("< 0.001" if p < 0.001 else f"{p:.3f}")
-    assert claim["stands"] == ("yes" if p <= 0.05 else "no")
+    assert claim["stands"] == in_a_word(claim, p)
 
 
 @pytest.mark.parametrize("claim", ABOUT_ALL_ROWS, ids=lambda claim: claim["claim"])

@@ -20,8 +20,8 @@ from conf.schema import parse
 from docs import results
 from lab.board import tries
 from model import serialization
-from ropewalk.app.cli import composed, plain
-from ropewalk.app.init_from import train_values
+from ropewalk.app.compose import composed, plain
+from ropewalk.app.configure import train_values
 from ropewalk.app.resolve import check
 from ropewalk.evaluation.results import load_all
 

@@ -4,12 +4,12 @@ import pytest
 from conftest import ROOT
 
 from data.base import IGNORE_INDEX, build_data
-from ropewalk.app.cli import composed
-from ropewalk.app.init_from import train_values
-from ropewalk.app.sweep import configure
+from ropewalk.app.compose import composed
+from ropewalk.app.configure import configure, train_values
 
 FOLDER = ROOT / "conf" / "experiment"
 EXPERIMENTS = sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.yaml"))
+DATA = sorted(path.stem for path in (ROOT / "conf" / "data").glob("*.yaml") if "@package" in path.read_text())
 
 
 @pytest.fixture
@@ -28,10 +28,12 @@ def text(tmp_path) -> dict:
     }
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_experiment_has_samples(experiment, text):
+@pytest.mark.parametrize(
+    "option", [*(f"experiment={name}" for name in EXPERIMENTS), *(f"data={name}" for name in DATA)]
+)
+def test_every_experiment_has_samples(option, text):
     """At the length of training, and at every length it is measured at."""
-    with composed("train", f"experiment={experiment}") as values:
+    with composed("train", option) as values:
         cfg = configure(values)
     is_text = "data.text." in cfg.data["_target_"]
     data = build_data(text if is_text else cfg.data)
@@ -50,13 +52,18 @@ def test_every_experiment_has_samples(experiment, text):
         assert (y != IGNORE_INDEX).any()
 
 
-def test_data_with_an_experiment_of_their_own_name_take_it():
-    """Beneath the command line, which wins, and not where another experiment is chosen."""
-    own = train_values("experiment=markov")
+@pytest.mark.parametrize("name", DATA)
+def test_data_bring_settings_beneath_an_experiment_and_the_command_line(name):
+    own = train_values(f"data={name}")
+    steps = own["trainer"]["max_steps"]
 
-    assert train_values("data=markov") == own
+    assert steps != train_values()["trainer"]["max_steps"]
 
     own["trainer"]["max_steps"] = 5
 
-    assert train_values("data=markov", "trainer.max_steps=5") == own
-    assert train_values("data=markov", "experiment=quick")["trainer"]["max_steps"] == 100
+    assert train_values(f"data={name}", "trainer.max_steps=5") == own
+
+    quick = train_values(f"data={name}", "experiment=quick")
+
+    assert quick["trainer"]["max_steps"] == 100
+    assert quick["optim"]["lr"] == own["optim"]["lr"]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import ropewalk
 from conf.files import read_json
 from data.hf_tokenizer import BYTE_OF
-from ropewalk.app.init_from import train_values
+from ropewalk.app.configure import train_values
 from ropewalk.evaluation.results import load_all
 from ropewalk.run.directory import read_config
 from scripts import evaluate
@@ -228,6 +228,10 @@ def test_a_model_of_transformers_is_read_as_it_is(train, script, monkeypatch, tm
         expected = theirs(idx).logits[0]
 
     torch.testing.assert_close(model.logits("a rope walk"), expected, rtol=1e-4, atol=1e-5)
+
+    small_llama(tmp_path / "llama", vocab_size=301)
+    with pytest.raises(ValueError, match=r"llama-rope-16 holds earlier weights of \S+: rename or delete it"):
+        ropewalk.load(folder, cache_dir=str(tmp_path))
 
 
 def test_beginning_with_a_model_of_transformers(extend, tmp_path):

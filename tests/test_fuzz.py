@@ -22,7 +22,7 @@ import train as program
 from conf.errors import flatten
 from conf.schema import Config
 from model.size import n_parameters
-from ropewalk.app.init_from import train_values
+from ropewalk.app.configure import train_values
 from scripts import evaluate, export, report, sample
 
 # What each command needs of a run: without it there is no result.

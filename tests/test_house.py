@@ -16,9 +16,9 @@ BUDGETS = {
     ("train.py",): 210,
     ("model/gpt.py",): 200,
     ("model/attention.py",): 170,
-    (*CORE, "hydra_plugins", "scripts", "docs"): 7_875,
-    ("lab",): 2_900,
-    ("tests",): 7_350,
+    (*CORE, "hydra_plugins", "scripts", "docs"): 8_100,
+    ("lab",): 3_150,
+    ("tests",): 7_600,
 }
 
 
@@ -39,11 +39,18 @@ def statements(path: Path) -> int:
 
 
 def imported(node: ast.AST) -> list[str]:
-    """What a statement imports: modules, and names that may be modules."""
+    """What a part of a file imports: modules, and names that may be modules."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
         return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def named(node: ast.AST) -> list[str]:
+    """What may be a module in a string, as in import_module("lab.kernels") and schema="conf.schema:Config"."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
+        return [node.value.partition(":")[0]]
     return []
 
 
@@ -57,38 +64,61 @@ def breaches(root: Path) -> list[str]:
     return found
 
 
-def at_import(tree: ast.Module) -> Iterator[ast.stmt]:
-    """The statements that run when a module is imported, but for those of type checkers."""
-    waiting = list(tree.body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            continue
-        yield node
-        for part in ("body", "orelse", "handlers", "finalbody"):
-            if not isinstance(node, ast.FunctionDef):
-                waiting += getattr(node, part, [])
+def at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
+    """All parts of a file, those within functions too, but for what only type checkers read."""
+    yield tree
+    for part in ast.iter_child_nodes(tree):
+        if not (isinstance(part, ast.If) and "TYPE_CHECKING" in ast.dump(part.test)):
+            yield from at_run_time(part)
+
+
+def graph(root: Path) -> dict[str, set[str]]:
+    """{module: the modules that it imports}."""
+    modules = {}
+    for path in files_of(root, *CORE, "hydra_plugins", "lab", "scripts"):
+        name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        modules[name] = path
+    imports = {}
+    for name, path in modules.items():
+        imports[name] = set()
+        for node in at_run_time(ast.parse(path.read_text())):
+            for target in imported(node):
+                imports[name].add(target if target in modules else target.rpartition(".")[0])
+            imports[name].update(named(node))
+        imports[name] &= modules.keys() - {name}
+    return imports
 
 
 def circle(root: Path) -> list[str]:
     """Modules that import each other in a circle; none: []."""
-    modules = {}
-    for path in files_of(root, *CORE, "lab", "scripts"):
-        name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        modules[name] = path
-    graph = {}
-    for name, path in modules.items():
-        graph[name] = set()
-        for node in at_import(ast.parse(path.read_text())):
-            for target in imported(node):
-                module = target if target in modules else target.rpartition(".")[0]
-                graph[name] |= {module} & modules.keys()
-
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(graph(root)).prepare()
     except CycleError as error:
         return error.args[1]
     return []
+
+
+# Each room imports only what lies on its own floor or below.
+FLOORS = (
+    "conf", "model", "data", "ropewalk.run", "ropewalk.training", "ropewalk.evaluation", "ropewalk.report",
+    "ropewalk.hf", "ropewalk.app", "train", "ropewalk", "hydra_plugins", "lab", "scripts",
+)  # fmt: skip
+
+
+def floor(module: str) -> int:
+    """The number of a module's floor. `ropewalk` itself, the interface for Python, lies above train.py."""
+    rooms = [room for room in FLOORS if f"{module}.".startswith(f"{room}.")]
+    return FLOORS.index(max(rooms, key=len))
+
+
+def arrows_up(root: Path) -> list[str]:
+    """Where a file imports from a room above its own."""
+    return [
+        f"{name} -> {target}"
+        for name, targets in graph(root).items()
+        for target in sorted(targets)
+        if floor(target) > floor(name)
+    ]
 
 
 def over_budget(root: Path) -> dict[str, int]:
@@ -129,7 +159,9 @@ def test_the_core_imports_nothing_of_the_lab():
 
 
 def test_files_import_each_other_in_one_direction():
+    """Within functions and by strings, too. The lab's kernels are named once, where a run asks for them."""
     assert circle(ROOT) == []
+    assert arrows_up(ROOT) == ["conf.plugins -> lab.kernels"]
 
 
 def test_the_wholes_keep_their_budgets():
@@ -153,10 +185,12 @@ def test_a_planted_import_of_the_lab_is_found(house, line):
     assert len(breaches(house)) == 1
 
 
-def test_a_planted_circle_is_found(house):
+@pytest.mark.parametrize("line", ["def f():\n    import data.a", "import_module('data.a')", "x = 'data.a:f'"])
+def test_a_planted_circle_is_found(house, line):
     (house / "data" / "a.py").write_text("from model import a")
-    (house / "model" / "a.py").write_text("try:\n    import data.a\nexcept ImportError:\n    pass")
+    (house / "model" / "a.py").write_text(line)
     assert set(circle(house)) == {"data.a", "model.a"}
+    assert arrows_up(house) == ["model.a -> data.a"]
 
 
 def test_a_planted_statement_too_many_is_found(house):

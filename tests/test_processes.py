@@ -12,8 +12,8 @@ from process_helpers import STEP, On, kill, terminated, together
 from safetensors.torch import load_file
 
 from ropewalk.run.directory import steps_in
+from ropewalk.run.stop import INTERRUPTED, STOPPED
 from ropewalk.training.checkpoints import path_of
-from ropewalk.training.stop import INTERRUPTED, STOPPED
 
 # 7 sequences of validation are no multiple of two.
 COMMON = ("trainer.precision=32", "trainer.grad_accum_steps=2", "trainer.log_every=3", "trainer.val_tokens=112")

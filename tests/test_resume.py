@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from model.gpt import GPT
 from ropewalk.run.directory import steps_in
-from ropewalk.training.stop import INTERRUPTED, STOPPED
+from ropewalk.run.stop import INTERRUPTED, STOPPED
 
 STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 3, train_len: 8, pe: {base: 500}}]"
 HARD = (

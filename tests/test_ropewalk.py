@@ -1,14 +1,17 @@
 """The Python interface, on a run as a user has it."""
 
+import math
 import shutil
 from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENCODINGS, attend, normal
+from conftest import ENCODINGS, attend, normal, pe_options
 
 import ropewalk
+from conf.schema import GPTConfig
+from model.gpt import GPT
 
 
 @pytest.fixture
@@ -77,6 +80,25 @@ def test_tensors_of_another_shape_are_refused(changed, shape, message):
 
 
 @pytest.mark.parametrize(
+    ("changed", "kind"),
+    [
+        ("qkv", torch.int64),
+        ("qkv", torch.bool),
+        ("qkv", torch.complex64),
+        ("qkvx", torch.float64),
+        ("k", torch.float64),
+    ],
+)
+def test_tensors_of_another_type_are_refused(changed, kind):
+    tensors = {}
+    for name, shape in SHAPES.items():
+        tensors[name] = torch.zeros(shape, dtype=kind if name in changed else torch.float32)
+    pe = ropewalk.encoding("cope", n_head=4, n_kv_head=2, head_dim=16, train_len=32)
+    with pytest.raises(ValueError, match=f"{kind} on cpu"):
+        ropewalk.attend(pe, **tensors)
+
+
+@pytest.mark.parametrize(
     ("name", "options", "message"),
     [("learned", {}, "embed"), ("sinusoidal", {}, "embed"), ("cope", {"gates": "projection"}, "pass it as x")],
 )
@@ -96,6 +118,9 @@ def test_what_an_encoding_needs_is_not_left_out_in_silence(name, options, messag
         ("rope", {"n_head": 0}, "n_head"),
         ("rope", {"n_kv_head": 3}, "n_kv_head"),
         ("rope", {"train_len": 2**40}, "train_len"),
+        ("rope", {"base": 1e300}, "base"),
+        ("cope", {"npos_max": 10**12}, "npos_max"),
+        ("relative", {"max_distance": 0}, "max_distance"),
         ("rope", {"n_head": "4", "head_dim": 8.0}, "(?s)2 validation errors.*n_head.*head_dim"),
     ],
 )
@@ -103,6 +128,47 @@ def test_what_an_encoding_cannot_be_is_refused(name, options, message):
     sizes = {"n_head": 4, "head_dim": 16, "train_len": 32}
     with pytest.raises(ValueError, match=message):
         ropewalk.encoding(name, **(sizes | options))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [({"train_len": size}, "train_len=") for size in (0, -1, 16.5, math.inf, 2**62)]
+    + [({"vocab_size": size}, "vocab_size=") for size in (0, -1, 20.0)],
+)
+def test_a_network_of_no_size_is_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        GPT(GPTConfig(), pe_options("rope"), **({"train_len": 16, "vocab_size": 9} | sizes))
+    with pytest.raises(ValueError, match="init_std"):
+        GPTConfig(init_std=math.inf)
+
+
+@pytest.mark.parametrize("device", ["tpu", "meta", "", "auto"])
+def test_a_device_that_is_not_here_is_refused(run, device):
+    with pytest.raises(ValueError, match=f"device='{device}' is not available here"):
+        ropewalk.load(run, device=device)
+
+
+NO_IDS = [
+    torch.tensor([True]),
+    torch.tensor([1.0]),
+    torch.tensor([1j]),
+    torch.tensor(1),
+    torch.tensor([[1]]),
+    torch.tensor([], dtype=torch.int64),
+    torch.tensor([-1]),
+    torch.tensor([257]),
+]
+
+
+@pytest.mark.parametrize("ids", NO_IDS, ids=str)
+def test_what_is_no_token_ids_is_refused(run, ids):
+    model = ropewalk.load(run)
+    for read in (model.logits, model.generate):
+        with pytest.raises(ValueError, match=r"is not token ids|token id|the prompt is empty"):
+            read(ids)
+    if ids.dim() != 2:
+        with pytest.raises(ValueError, match="is not token ids"):
+            model.net(ids)
 
 
 def test_two_streams_do_not_change_each_other(run):
@@ -141,5 +207,3 @@ def test_a_checkpoint_is_looked_at(train, trained):
 
     with pytest.raises(ValueError, match=r"\[2, 4, 6\]"):
         ropewalk.load(whole, step=3)
-
-    train(f"init_from={whole}-step4", "trainer.max_steps=0", *evaluation)

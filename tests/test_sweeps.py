@@ -10,7 +10,9 @@ from conftest import rows_of
 from differences import differences
 from process_helpers import On, power_cut, terminated
 
-from ropewalk.app.sweep import plan, train_all
+from ropewalk.app import side_by_side
+from ropewalk.app.configure import train_values
+from ropewalk.app.resolve import resolve
 from ropewalk.run.directory import read_config
 
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
@@ -58,8 +60,10 @@ def test_a_failing_job_is_named_and_the_others_go_on(train):
         ("pe=rope,yarm", "yarn"),
         ("pe=yarn,rope pe.scale=2", "pe.scale"),
         ("pe=rope,nope optim.lr=1e-3,-1", "pe=rope optim.lr=-1: optim.lr=-1"),
-        ("optim.lr=interval(0.1,0.2)", "Can only enumerate"),
-        ("seed=0,1 trainer=ddp", "one process"),
+        ("optim.lr=interval(0.1,0.2)", "hydra/sweeper=optuna"),
+        ("pe=[rope,alibi],nope", "one option at a time"),
+        ("seed=0,1 eval={sequences:3} eval={at:[2]}", "eval={...} is given more than once"),
+        ("eval={sequences:3},{sequences:4} eval={at:[2]}", "eval={...} is given more than once"),
     ],
 )
 def test_a_mistake_in_one_job_ends_the_sweep_before_any_work(train, line, message):
@@ -67,20 +71,39 @@ def test_a_mistake_in_one_job_ends_the_sweep_before_any_work(train, line, messag
     assert not train.runs.exists()
 
 
-def test_what_varies_tells_runs_apart(train, tmp_path):
+@pytest.fixture
+def planned(train, monkeypatch):
+    """`planned("pe=rope,nope", ...)` is {name: overrides} of the jobs that a sweep would start side by side."""
+
+    def run(*options: str) -> dict[str, list[str]]:
+        started = {}
+
+        def run_all(commands, places, logs):
+            for name, (program, *overrides) in commands.items():
+                assert program.endswith("train.py")
+                started[name] = [override for override in overrides if not override.startswith("hydra")]
+            return dict.fromkeys(commands, side_by_side.Ended("", b"1.0"))
+
+        monkeypatch.setattr(side_by_side, "run_all", run_all)
+        train(*options, "-m", "hydra/launcher=side_by_side")
+        return started
+
+    return run
+
+
+def test_what_varies_tells_runs_apart(planned, tmp_path):
     """What a name says already, as the encoding, the data and the seed in the default one, is not repeated."""
     (tmp_path / "pe").mkdir()
     (tmp_path / "pe" / "mine.yaml").write_text("defaults: [rope]\n")  # a folder of the user's is read in sweeps, too
     options = [f"hydra.searchpath=[file://{tmp_path}]", "pe=mine", "data.tokenizer=bytes,train:300", "seed=0,1", *SHORT]
-    planned = [run.path.name for run in plan(train.complete(*options))]
     name = "rope-text-data.tokenizer="
 
-    assert planned == [f"{name}bytes", f"{name}bytes-s1", f"{name}train:300", f"{name}train:300-s1"]
+    assert [*planned(*options)] == [f"{name}bytes", f"{name}bytes-s1", f"{name}train:300", f"{name}train:300-s1"]
 
 
-def test_an_experiment_may_say_what_is_swept():
+def test_an_experiment_may_say_what_is_swept(planned):
     """The command line may narrow it. But for what is compared, the jobs are equal."""
-    jobs = [run.cfg for run in plan(["experiment=compare", "seed=0", "runs_dir=nowhere"])]
+    jobs = [resolve(train_values(*overrides)) for overrides in planned("experiment=compare", "seed=0").values()]
 
     assert len({cfg.pe["name"] for cfg in jobs}) == len({cfg.name for cfg in jobs}) == len(jobs) >= 8
 
@@ -89,16 +112,18 @@ def test_an_experiment_may_say_what_is_swept():
     assert len({str(cfg.model_dump(exclude=compared)) for cfg in jobs}) == 1
 
 
-def test_runs_train_side_by_side(train, monkeypatch):
+def test_what_matches_a_pattern_is_swept(planned):
+    assert {*planned("pe=glob(cope*)")} == {"cope-text", "cope_relative-text", "cope_rope-text"}
+
+
+def test_runs_train_side_by_side(train):
     """Each in a process of its own with its own log; what is complete is left alone, and what fails is named."""
-    monkeypatch.setattr("ropewalk.app.sweep.train_all", train_all)
-    monkeypatch.setattr("ropewalk.app.sweep.processes", lambda cfg: 2)
     infinite = ["optim.warmup_steps=0", "optim.grad_clip=null"]  # with a rate that is too high
     sweep = ["pe=rope", "name='${pe.name}-${optim.lr}'", *infinite, *SHORT]
     train("optim.lr=0.002", *sweep)
     before = rows_of(train.runs / "rope-0.002")
 
-    outcome = train("optim.lr=0.001,0.002,1e38", *sweep, "-m", code=1)
+    outcome = train("optim.lr=0.001,0.002,1e38", *sweep, "-m", "hydra/launcher=side_by_side", code=1)
     assert "rope-1e+38: failed: " in outcome.out
     assert "step 6/6" not in outcome.out  # two would print at once
     assert "step 6/6" in (train.runs / ".sweep" / "rope-0.001.txt").read_text()

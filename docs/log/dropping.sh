@@ -1,6 +1,6 @@
 # The runs of docs/log/dropping.md: three hours of one CPU core. Finished runs are skipped: run it again to resume.
 set -euf
-more="experiment=markov eval.by_position=false eval.variants=[] runs_dir=runs/dropping"
+more="data=markov eval.by_position=false eval.variants=[] runs_dir=runs/dropping"
 train() { python train.py $more "$@"; }
 go_on() { # from the run $1, for a quarter of its steps
     run=$1

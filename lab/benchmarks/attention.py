@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conf import plugins
+from conf.options import encoding as options_of
+from conf.options import encoding_names
 from lab.benchmarks.measure import Passes, Row, compared
 from model import position
 from model.position import PositionEncoding, Shape
 from model.position.layer import init_parameters, make_context
 from model.position.windowed import TrainingFree
-from ropewalk.app import cli
 
 
 def layer(options: Any, length: int, pe: PositionEncoding | None = None) -> Passes:
@@ -76,7 +77,7 @@ def layer_of(options: Any, encoding: dict[str, Any], length: int) -> Passes:
 
 def attention(options: Any) -> Iterator[Row]:
     """Yield rows of a table: attention with each encoding beside PyTorch's."""
-    encodings = [cli.encoding(spec) for spec in options.encodings or cli.encoding_names()]
+    encodings = [options_of(spec) for spec in options.encodings or encoding_names()]
     # A pattern costs what its parts cost, which are measured on their own.
     makers = {pe["name"]: partial(layer_of, options, pe) for pe in encodings if "pattern" not in pe}
     return compared(options, {"SDPA": partial(layer, options)} | makers)

@@ -11,11 +11,11 @@ from pathlib import Path
 from time import monotonic
 
 from conf.errors import ConfigError
+from conf.options import encoding, encoding_names
 from lab.benchmarks import Options
 from lab.benchmarks.measure import begun, markdown
 from lab.kernels.check import checked, outcome_of
 from model.position import PositionEncoding, Shape, build_encodings
-from ropewalk.app.cli import encoding, encoding_names
 
 # Encodings that together need all kernels: with these compiled, which takes the most time, the others start at once.
 KINDS = ("rope", "alibi", "t5", "fire", "cope")

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conf.options import encoding as options_of
+from conf.options import encoding_names
 from conf.schema import Config
 from data.base import build_data
 from data.sampler import micro_batches
 from lab.benchmarks.measure import Row, interleave, ratio
 from lab.board import trials
 from model.gpt import GPT
-from ropewalk.app import cli
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware, tune
 from ropewalk.training.optimizer import learning_rate, make_optimizer
@@ -32,7 +33,7 @@ def configuration(options: Any, encoding: str | dict[str, Any]) -> Config:
     Raises ConfigError: an option is wrong.
     """
     sections = options.model_dump(include={"model", "data", "trainer", "train_len"})
-    return trials.configuration(**sections, pe=cli.encoding(encoding))
+    return trials.configuration(**sections, pe=options_of(encoding))
 
 
 def timed(losses: Iterator[Tensor], steps: int) -> Callable[[], float]:
@@ -67,7 +68,7 @@ def trained(cfg: Config) -> Iterator[Tensor]:
         net.init_weights(cfg.seed, assign)
         batches = training.micro_batches(start_step=0)
         for step in count(1):
-            totals, _ = training.step(step, batches, training.plan.at(step))
+            totals, _ = training.step(step, batches, training.schedule.at(step))
             yield totals[0] / totals[1]
 
 
@@ -101,7 +102,7 @@ def training(options: Any) -> Iterator[Row]:
     rope = configuration(options, "rope")
     of_rope = timed(trained(rope), options.steps)
     others = {"rope, bare loop": partial(bare, rope)}
-    for encoding in options.encodings or cli.encoding_names():
+    for encoding in options.encodings or encoding_names():
         cfg = configuration(options, encoding)
         others[cfg.pe["name"]] = partial(trained, cfg)
     tokens = options.trainer["batch_size"] * options.train_len * options.steps

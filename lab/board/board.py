@@ -5,33 +5,38 @@ length. There are two kinds of chains: one that stays the same, so that everythi
 drawn anew now and then, so that what was said last counts. An encoding that is good at one alone scores little.
 """
 
+import copy
 import hashlib
 import subprocess
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from conf.errors import ConfigError
 from conf.files import read_yaml, write_json, write_text
+from conf.options import encoding
 from conf.schema import Config, Section, parse
 from data.base import build_data
 from lab.benchmarks.measure import interleave
-from lab.board import page, rules, trials
+from lab.board import counter, page, rules, trials
 from lab.board.rules import Measured, Verdict
+from lab.board.texts import SWITCHES
+from model import serialization
 from model.gpt import GPT
-from model.position.network import max_len_of
+from model.position.network import Encodings, for_length, max_len_of
 from model.size import n_parameters
-from ropewalk.app.cli import encoding, quoted
-from ropewalk.run.directory import read_file
+from ropewalk.app.compose import quoted
+from ropewalk.run.directory import RunDir, read_file
 from ropewalk.run.provenance import provenance
 
 TEXTS = ("data=markov", "data._target_=lab.board.texts.DrawnTexts")
-SWITCHES = (0.0, 0.01)  # of the two kinds of chains: data.switch
 STEPS = 10  # that are timed; the fastest counts
 
 
@@ -95,8 +100,9 @@ def enter(args: Arguments) -> None:
     # Read once more: others may have been judged meanwhile.
     rows = rules.standings(verdicts(folder.parent))
     figure = Path(args.page).with_suffix(".svg")
-    page.draw(rows, figure)
-    write_text(Path(args.page), page.markdown(rows, figure.name))
+    counted = counter.load(folder.parent)
+    page.draw(rows, figure, counted)
+    write_text(Path(args.page), page.markdown(rows, figure.name, counted))
     print(*(page.line(row) for row in rows if row.verdict.entry == folder.name))
 
 
@@ -123,7 +129,7 @@ def judged(entry: Entry, others: Collection[Verdict], commit: str, options: Sequ
     holder = rules.holder_of(rules.standings(others))
     entries = [entry, load(entry.folder.with_name(holder))] if holder else [entry]
     sides = [configured(e, options) for e in entries]
-    parameters, cost = size_and_cost(sides[0])
+    parameters, cost, reading = size_and_costs(sides[0])
     seeds = rules.drawn_seeds(commit)
     # At 1x every entry is compared with the first one, whose mean needs to be sure.
     found = measured(sides, seeds[: rules.FEW] if holder else seeds)
@@ -133,7 +139,8 @@ def judged(entry: Entry, others: Collection[Verdict], commit: str, options: Sequ
     return Verdict(
         entry=entry.folder.name, number=max((v.number for v in others), default=0) + 1,
         encoding=str(entry.pe["name"]), source=entry.source, commit=commit,
-        seeds=seeds[: len(found[0].gain[0])], lr=entry.lr, help=entry.help, parameters=parameters, cost=cost,
+        seeds=seeds[: len(found[0].gain[0])], lr=entry.lr, help=entry.help,
+        parameters=parameters, cost=cost, reading=reading,
         measured=found[0], holder=holder, measured_of_holder=found[1] if holder else None, made_by=provenance(),
     )  # fmt: skip
 
@@ -145,9 +152,12 @@ def configured(entry: Entry, options: Sequence[str]) -> Config:
 
 
 def measured(sides: Sequence[Config], seeds: Sequence[int]) -> list[Measured]:
-    """What each of the sides measures with these seeds. Raises ConfigError: a side diverged."""
+    """What each of the sides measures with these seeds. Raises ConfigError: a side diverged, or reads the future."""
     result = []
-    for side, of_side in zip(sides, trials.measured([runs_of(side, seeds) for side in sides]), strict=True):
+    losses = trials.measured([runs_of(side, seeds) for side in sides])
+    for side, of_side in zip(sides, losses, strict=True):
+        for run in runs_of(side, seeds[:1]):  # one of each kind of chains
+            check_causal(serialization.load(RunDir(run).path), run)
         bits = np.array([_bits(rows) for rows in of_side]).reshape(len(SWITCHES), len(seeds), -1)
         if not np.isfinite(bits).all():
             raise ConfigError(f"pe={side.pe['name']} ends in NaN or infinity: an entry needs a loss at both lengths")
@@ -172,29 +182,75 @@ def _bits(rows: trials.Losses) -> tuple[float, float, float]:
     return float(cut - whole), float(best_of_cut - best), float(cut - best_of_cut)
 
 
-def size_and_cost(cfg: Config) -> tuple[float, float]:
-    """Parameters, and the time of a training step on this machine, as multiples of RoPE's.
+def check_causal(net: GPT, cfg: Config) -> None:
+    """Raise ConfigError if a later token changes what a network says of earlier ones, in training or evaluation."""
+    net = net.double()
+    n_tokens = net.vocab_size
+    for length in (cfg.train_len, max(cfg.lengths)):
+        encodings = for_length(net.encodings, length, cfg.train_len)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randint(n_tokens, (2, length), generator=generator)
+        for is_training in (True, False):
+            net.train(is_training)
+            for cut in (length // 2, length - 1):
+                changed = x.clone()
+                changed[:, cut:] = (changed[:, cut:] + 1) % n_tokens
+                before, after = (_logits(net, text, encodings)[:, :cut] for text in (x, changed))
+                if not torch.allclose(before, after, rtol=1e-9, atol=1e-9):
+                    mode = "training" if is_training else "evaluation"
+                    raise ConfigError(
+                        f"pe={cfg.pe['name']} reads the future: in {mode}, at {length} tokens, what is said of the "
+                        f"first {cut} tokens changes with the token after them"
+                    )
 
-    Both do steps in turns, in seconds of the processor, and the fastest counts: other work matters little.
 
-    Raises ConfigError: the encoding is not defined at the longest length.
+@torch.no_grad()
+def _logits(net: GPT, x: Tensor, encodings: Encodings) -> Tensor:
+    torch.manual_seed(0)  # an encoding may draw numbers
+    return net(x, encodings=encodings)
+
+
+def size_and_costs(cfg: Config) -> tuple[float, float, float]:
+    """Parameters and buffers, the time of a training step and that of reading the longest texts, beside RoPE's.
+
+    Both networks do steps in turns, in seconds of the processor, and the fastest counts: other work matters little.
+
+    Raises ConfigError: the encoding is not defined at the longest length, or reads the future.
     """
     data = build_data(cfg.data)
     x, y = data.train_batch(range(cfg.trainer.batch_size), cfg.train_len, seed=0)
     mine, rope = (
         GPT(cfg.model, pe, vocab_size=data.vocab_size, train_len=cfg.train_len) for pe in (cfg.pe, encoding("rope"))
     )
-    longest = max_len_of(mine.encodings)
-    if longest and longest < max(cfg.lengths):
-        raise ConfigError(f"{cfg.pe['name']} ends at {longest} tokens, and the score is that at {max(cfg.lengths)}")
+    longest = max(cfg.lengths)
+    limit = max_len_of(mine.encodings)
+    if limit and limit < longest:
+        raise ConfigError(f"{cfg.pe['name']} ends at {limit} tokens, and the score is that at {longest}")
+    check_causal(copy.deepcopy(mine), cfg)
 
     def step(net: GPT) -> float:
         started = time.process_time()
         net(x, targets=y).backward()
         return time.process_time() - started
 
+    long_x, _ = data.train_batch(range(8), longest, seed=0)
+
+    @torch.no_grad()
+    def read(net: GPT) -> float:
+        started = time.process_time()
+        net(long_x, encodings=for_length(net.encodings, longest, cfg.train_len))
+        return time.process_time() - started
+
     # As the entries are trained.
     torch.set_num_threads(1)
-    seconds, of_rope = map(min, interleave(lambda: step(mine), lambda: step(rope), STEPS))
-    parameters = n_parameters(mine)["total"] / n_parameters(rope)["total"]
-    return round(parameters, 4), round(seconds / of_rope, 2)
+
+    def cost(work: Callable[[GPT], float]) -> float:
+        seconds, of_rope = map(min, interleave(partial(work, mine), partial(work, rope), STEPS))
+        return round(seconds / of_rope, 2)
+
+    return round(_size(mine) / _size(rope), 4), cost(step), cost(read)
+
+
+def _size(net: GPT) -> int:
+    """Parameters and buffers: numbers in a buffer may have been learned elsewhere."""
+    return n_parameters(net)["total"] + sum(buffer.numel() for buffer in net.buffers())

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from conf.files import write_bytes
 from lab.benchmarks.measure import markdown as lines_of
-from lab.board.rules import IN_WORDS, Row, holder_of
+from lab.board.counter import Counted
+from lab.board.rules import IN_WORDS, LOWEST, READING, Row, holder_of, over_seeds
 from ropewalk.report import plot
-
-LOWEST = -300.0  # percent: the bottom of the figure
 
 HEAD = """\
 # The board: which position encoding gains most from long text
@@ -17,10 +16,11 @@ HEAD = """\
 
 Each encoding is trained in the same small network on texts of 64 tokens, with a Markov chain each, and then reads texts
 of 512. Its *score* is what it gains there over the text cut to 64 tokens, in percent of what is possible, over chains
-that stay the same and chains that change: the best possible predictor has 100, and whoever cuts the text has 0.
-*Ahead* is the difference to the holder of the record, which was trained beside it with the same seeds. *1x* is the loss
-at 64 tokens above RoPE's, in bits; *step* the time of a training step and *parameters* their number, as multiples of
-RoPE's. An entry that breaks a rule stays, struck through.
+that stay the same and chains that change: the best possible predictor has 100, whoever cuts the text has 0, and whoever
+loses as much as could be gained, or more, has -100. *Ahead* is the difference to the holder of the record, which was
+trained beside it with the same seeds. *1x* is the loss at 64 tokens above RoPE's, in bits; *step* the time of a
+training step, *reading* that of reading texts of 512, empty where it was not measured, and *parameters* their number
+with buffers, as multiples of RoPE's. An entry that breaks a rule stays, struck through.
 """
 ENTER = f"""\
 ## Enter
@@ -29,7 +29,8 @@ ENTER = f"""\
 2. Say in ten lines of README.md what the idea is, where it comes from, and what was tried and failed.
 3. Commit, then `make board PE=board/DATE-NAME`: 20 trainings of about a minute, one on each core; 60 more if promising.
 4. Open a pull request: it is judged again, with seeds and texts drawn from its merge commit, and that verdict counts.
-5. Allowed are 2 % more parameters than RoPE's, twice its time of a step, and a learning rate of {IN_WORDS}.
+5. Allowed are 2 % more parameters than RoPE's, twice its time of a step, {READING:g} times its time of reading, and a
+   learning rate of {IN_WORDS}. Later tokens must not change what is said of earlier ones, at 64 tokens and at 512.
 
 A record is ahead of its holder with p < 0.01, paired by seed, after Holm's correction for all entries so far. At 1x it
 is surely no more than 0.02 bits above RoPE, and it has no `help` from the network, such as a convolution.
@@ -52,6 +53,7 @@ def cells(row: Row) -> dict[str, str]:
         "p": f"{row.p:.1g}" if row.ahead else "",
         "1x": f"{row.above:+.3f}",
         "step": f"{v.cost:.2f}",
+        "reading": f"{v.reading:.2f}" if v.reading else "",
         "parameters": f"{v.parameters:.2f}",
         "lr": f"{v.lr:g}",
         "help": ", ".join(f"{key} {value}" for key, value in v.help.items()),
@@ -65,7 +67,7 @@ def line(row: Row) -> str:
     return f"{', '.join(said)}: {row.remark or 'no record'}"
 
 
-def markdown(rows: Sequence[Row], figure: str) -> str:
+def markdown(rows: Sequence[Row], figure: str, counted: Counted | None = None) -> str:
     """The page of the lines of a board, which are in the order in which they were judged."""
     table = []
     # Who broke a rule comes last, whatever it scored.
@@ -73,6 +75,15 @@ def markdown(rows: Sequence[Row], figure: str) -> str:
         entry = row.verdict.entry
         mark = "~~" if row.broken else "**" if entry == holder_of(rows) else ""
         table.append(cells(row) | {"entry": f"{mark}[{entry}](../board/{entry}/README.md){mark}"})
+    if rows and counted:
+        score = over_seeds(counted.measured.scores())
+        decays = " and ".join(f"{decay:g}" for decay in counted.decays)
+        of_counter = {
+            "entry": f"*no training: a counter of pairs that keeps {decays} of each count a token*",
+            "score": f"{score.value:.1f} ± {score.half:.1f}",
+            "seeds": str(score.seeds),
+        }
+        table.insert(0, dict.fromkeys(table[0], "") | of_counter)
     parts = ["No entry has been judged yet."]
     if rows:
         records = [f"1. {line(row)}" for row in rows if row.is_record]
@@ -81,7 +92,7 @@ def markdown(rows: Sequence[Row], figure: str) -> str:
     return "\n\n".join([HEAD.rstrip(), *parts, ENTER])
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path, counted: Counted | None = None) -> None:
     """Draw score against the time of a step."""
     ax = plot.dressed(plot.new())
     shown = [row for row in rows if not row.broken]
@@ -90,8 +101,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         colour = plot.LINES[1] if row.is_record else plot.LIGHT.muted
         ax.errorbar(*place, row.score.half, fmt="o", color=colour, markersize=4)
         ax.annotate(row.verdict.encoding, place, (5, 3), textcoords="offset points")
-    # Whoever fails is at the bottom: how badly would leave no room for the others.
-    ax.set_ylim(bottom=max(LOWEST, min([0, *(row.score.low - 5 for row in shown)])))
+    if counted:
+        ax.axhline(float(counted.measured.scores().mean()), color=plot.LIGHT.muted, linestyle=":")
+    ax.set_ylim(bottom=LOWEST - 5)
     ax.set_xlabel("time of a training step, as a multiple of RoPE's")
     ax.set_title("Score: gain at 8x, in percent of the possible", loc="left")
     write_bytes(path, plot.written(ax, path.suffix.removeprefix(".")))

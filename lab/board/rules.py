@@ -1,6 +1,7 @@
 """The rules of the board: what a verdict holds, what breaks a rule, and when an entry is a record.
 
-The score is the gain over cutting the text at 8x, mean over two kinds of chains, as a share of what is possible. Each
+The score is the gain over cutting the text at 8x, mean over two kinds of chains, as a share of what is possible, and at
+least -100 %: who loses more is no worse than who loses all that could be gained, for both should cut the text. Each
 seed of the training has evaluation texts of its own, so its score is one independent draw, and the scores of two
 entries with the same seeds are paired. Their difference is tested by Student's distribution with one degree of freedom
 less than seeds: with the variance between few seeds in the test itself, a small variance by chance names no record.
@@ -24,6 +25,9 @@ from ropewalk.evaluation.statistics import Estimate, Sample, estimate, p_value
 RATES = (0.75e-3, 1.5e-3, 3e-3, 6e-3, 12e-3)  # the learning rates that an entry may choose from
 IN_WORDS = ", ".join(f"{rate:g}" for rate in RATES)
 PARAMETERS, COST, ABOVE = 1.02, 2.0, 0.02  # at most: both as multiples of RoPE's; bits at 1x above RoPE
+READING = 4.0  # at most: time of reading texts of 8x, as a multiple of RoPE's
+LOWEST = -100.0  # percent: the least score
+KINDS = ("chains that stay", "chains that change")
 LEVEL = 0.01
 FEW, MANY = 5, 20  # seeds of an entry; of the first one, and of one that may be a record
 PROMISING = 0.2  # p-value of the first seeds below which the others are trained
@@ -40,7 +44,17 @@ class Measured(Section):
 
     def scores(self) -> np.ndarray:
         """The score of each seed, in percent of the possible."""
-        return 100 * np.sum(self.gain, axis=0) / np.sum(self.possible, axis=0)
+        return np.maximum(100 * np.sum(self.gain, axis=0) / np.sum(self.possible, axis=0), LOWEST)
+
+    def better_than_possible(self) -> list[str]:
+        """Where it is surely better than the best possible predictor, as only who sees the future is."""
+        at_8x = np.array(self.excess) + np.array(self.possible) - np.array(self.gain)
+        places = []
+        for length, excess in (("1x", np.array(self.excess)), ("8x", at_8x)):
+            for kind, of_seeds in zip(KINDS, excess, strict=True):
+                if over_seeds(of_seeds).high < 0:
+                    places.append(f"{length} on {kind}")
+        return places
 
 
 class Verdict(Section):
@@ -56,6 +70,7 @@ class Verdict(Section):
     help: dict[str, Any]  # options of the network, as {"conv": 4}
     parameters: float  # as a multiple of RoPE's
     cost: float  # time of a training step, as a multiple of RoPE's
+    reading: float | None = None  # time of reading texts of 8x, likewise; None: judged before it was measured
     measured: Measured
     holder: str | None  # of the record, which was trained with the same seeds; None: there was none
     measured_of_holder: Measured | None
@@ -141,14 +156,15 @@ def above_rope(mine: Measured, rope: Measured) -> tuple[float, float]:
 def broken_rules(verdict: Verdict) -> list[str]:
     """What an entry did that is against the rules."""
     drawn = drawn_seeds(verdict.commit)
+    reading = verdict.reading or 0.0
+    ahead = verdict.measured.better_than_possible()
     rules = [
         (verdict.parameters <= PARAMETERS, f"{verdict.parameters:.2f} times RoPE's parameters, at most {PARAMETERS}"),
         (verdict.cost <= COST, f"a step takes {verdict.cost:.1f} times RoPE's, at most {COST:g}"),
+        (reading <= READING, f"reading texts of 8x takes {reading:.1f} times RoPE's, at most {READING:g}"),
         (verdict.lr in RATES, f"learning rate {verdict.lr:g}: choose one of {IN_WORDS}"),
         (verdict.seeds in (drawn[:FEW], drawn), f"its seeds are not those of commit {verdict.commit[:8]}"),
-        # Only who sees the future is better, as by a mean over the whole text.
-        (float(np.mean(verdict.measured.excess)) >= 0,
-         "at 1x it is better than the best possible predictor: it reads what it is to predict"),
+        (not ahead, f"better than the best possible predictor at {', '.join(ahead)}: it reads what it is to predict"),
     ]  # fmt: skip
     return unmet(rules)
 

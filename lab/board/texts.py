@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from data.base import EvalSet
 from data.tasks.markov import Markov
 
+SWITCHES = (0.0, 0.01)  # of the two kinds of chains of the board: data.switch
+
 
 @dataclass(kw_only=True, eq=False)
 class DrawnTexts(Markov):

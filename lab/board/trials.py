@@ -6,18 +6,24 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from conf.errors import ConfigError, flatten
+from conf.files import write_text
 from conf.schema import Config
 from model.position.base import PositionEncoding
-from ropewalk.app.init_from import train_values
+from ropewalk.app.configure import train_values
 from ropewalk.app.resolve import for_this_machine, resolve, resolve_encoding, with_variants
-from ropewalk.app.sweep import train_all
+from ropewalk.app.side_by_side import places_of, run_all
+from ropewalk.app.sweep import is_done
 from ropewalk.evaluation.measures.lengths import length_settings
 from ropewalk.evaluation.results import Row, load_all
 from ropewalk.run.directory import FREE, RunDir
 
+TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 Losses = dict[int, Row]  # of one run, by length in tokens
 
 
@@ -61,6 +67,23 @@ def measured(sides: Sequence[Sequence[Config]]) -> list[list[Losses]]:
     if failed:
         raise ConfigError(f"these runs have not ended: {', '.join(failed)}; the same command tries them again")
     return [[losses(run) for run in side] for side in sides]
+
+
+def train_all(configs: Sequence[Config]) -> list[str]:
+    """Train, resume or measure those of the runs that are not done, side by side. Return the names of failed ones.
+
+    Raises SystemExit: stopped by a signal, with checkpoints; the same call goes on.
+    """
+    logs = Path(configs[0].runs_dir, ".sweep").absolute()
+    commands = {}
+    for cfg in configs:
+        if not is_done(RunDir(cfg)):
+            logs.mkdir(parents=True, exist_ok=True)
+            values = {"defaults": ["program", "_self_"], **cfg.model_dump()}
+            write_text(logs / f"{cfg.name}.yaml", yaml.safe_dump(values, sort_keys=False))
+            commands[str(cfg.name)] = [TRAIN, f"--config-dir={logs}", f"--config-name={cfg.name}"]
+    ended = run_all(commands, places_of(configs[0].trainer.model_dump()), logs)
+    return [name for name, end in ended.items() if end.problem]
 
 
 def losses(run: Config) -> Losses:

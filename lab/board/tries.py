@@ -9,10 +9,11 @@ from pydantic import Field
 
 from conf.errors import ConfigError
 from conf.files import read_json, write_json
+from conf.options import encoding
 from conf.schema import Config, Section
 from data.base import build_data
 from lab.board import board, judge, trials
-from ropewalk.app.cli import encoding, quoted
+from ropewalk.app.compose import quoted
 from ropewalk.run.directory import RunDir, lock
 
 CODES = {"better": 0, "not separated": 3, "worse": 4}  # exit codes

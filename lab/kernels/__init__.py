@@ -6,8 +6,8 @@ CoPE at worst in 23. Leaves: what is no faster there.
 
 from collections.abc import Iterable, Sequence
 
+from model.layout import Layout
 from model.position.base import PositionEncoding
-from model.reading import Reading
 
 
 def problem(encodings: Sequence[PositionEncoding], device: str) -> str:
@@ -30,22 +30,15 @@ def install(encodings: Iterable[PositionEncoding]) -> None:
         pe.__class__ = twin_of(type(pe))  # type: ignore[arg-type]
 
 
-def reading_of(encodings: Iterable[PositionEncoding], end: int) -> Reading | None:
-    """The reading of packed documents where they are, for encodings that are all twins and can; otherwise None.
+def layout_of(encodings: Iterable[PositionEncoding], end: int) -> Layout | None:
+    """The layout of packed documents where they are, for encodings that are all twins and can; otherwise None.
 
     Args:
         end: the token that ends a document.
     """
-    from lab.kernels.in_place import InPlace
+    from lab.kernels.in_place import InPlace, all_read_in_place
 
     return InPlace(end) if all_read_in_place(encodings) else None
-
-
-def all_read_in_place(encodings: Iterable[PositionEncoding]) -> bool:
-    """Whether these encodings are all twins that can read packed documents where they are."""
-    from lab.kernels.twins import reads_in_place
-
-    return all(is_twin(pe) and reads_in_place(pe) for pe in encodings)
 
 
 def is_twin(pe: PositionEncoding) -> bool:

@@ -7,18 +7,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.kernels import all_read_in_place
 from model.attention import Context, shifts
 from model.cache import Cache
+from model.layout import Contexts, Layout, packed
 from model.position.base import PositionEncoding
 from model.position.layer import make_context, temperature_of
-from model.reading import Contexts, Reading, packed
+from model.position.network import exact_above
 
 
-class InPlace(Reading):
-    """The reading of packed documents for encodings that are all twins: see `lab.kernels.twins`.
+def all_read_in_place(encodings: Iterable[PositionEncoding]) -> bool:
+    """Whether these encodings are all twins that can read packed documents where they are."""
+    return all(getattr(pe, "reads_in_place", False) for pe in encodings)
 
-    `model.reading.Packed` is its specification, and what reads for other encodings. Nothing is looked for on the CPU.
+
+class InPlace(Layout):
+    """The layout of packed documents for encodings that are all twins: see `lab.kernels.twins`.
+
+    `model.layout.Packed` is its specification, and what reads for other encodings. Nothing is looked for on the CPU.
 
     Args:
         end: the token that ends a document.
@@ -33,7 +38,7 @@ class InPlace(Reading):
     ) -> tuple[Tensor, Tensor, Contexts]:
         encodings = list(encodings)
         if not all_read_in_place(encodings):
-            return packed(idx.cpu(), self.end).contexts(encodings, idx, cache)
+            return packed(idx.cpu(), self.end, exact_above(encodings)).contexts(encodings, idx, cache)
         assert cache is None
         length = idx.size(1)
         begins = F.pad(idx[:, :-1] == self.end, (1, 0), value=True)  # [B, T]

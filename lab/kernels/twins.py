@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton import next_power_of_2
 
-from lab.kernels import is_twin
 from lab.kernels.in_place import PlacedContext
 from lab.kernels.operator import attention
+from lab.zoo.clipped import ClippedRoPE
 from lab.zoo.nape import NAPE
 from lab.zoo.xpos import XPos
 from model.attention import Context, exactly
@@ -135,7 +135,7 @@ def segments(pe: FIRE, pos: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor
     return F.pad(begins, unused, value=torch.inf), F.pad(slopes, unused), F.pad(intercepts, unused)
 
 
-ROTARY = (Rotary, PRope, XPos, Linear, NTK, ABF, DynamicNTK, NTKByParts, Yarn, LongRope)
+ROTARY = (Rotary, PRope, ClippedRoPE, XPos, Linear, NTK, ABF, DynamicNTK, NTKByParts, Yarn, LongRope)
 # The bias of each class that has a twin, and what that depends on.
 BY_CLASS: dict[type[PositionEncoding], tuple[str, Inputs]] = {
     **dict.fromkeys((PositionEncoding, Sinusoidal, Learned, *ROTARY), ("nothing", of_nothing)),
@@ -165,7 +165,7 @@ def reads_in_place(pe: PositionEncoding) -> bool:
 
     What its layers compute must depend on distances alone, and be computed by kernels.
     """
-    cls = specification(pe) if is_twin(pe) else type(pe)
+    cls = specification(pe) if getattr(pe, "is_twin", False) else type(pe)
     return bias_of(cls) is not None and has_kernel(pe) and cls not in DEPENDS_ON_LENGTH
 
 
@@ -178,6 +178,7 @@ def specification(pe: PositionEncoding) -> type[PositionEncoding]:
 def twin_of(cls: type[PositionEncoding]) -> type[PositionEncoding]:
     """A class like `cls`, of the same name, that attends by kernels."""
     methods: dict[str, Any] = {"attend": attend, "is_twin": True, "__module__": cls.__module__}
+    methods["reads_in_place"] = property(reads_in_place)
     if cls is FIRE:
         methods["tables"] = segments
     return type(cls.__name__, (cls,), methods)

@@ -21,7 +21,7 @@ from data.base import Data, EvalSet
 from lab.pictures.attention_weights import attended
 from model.gpt import GPT
 from model.position.network import Encodings
-from ropewalk.evaluation.measures.base import Job, Measure, Plan
+from ropewalk.evaluation.measures.base import Measure, Part, Plan
 from ropewalk.evaluation.results import Measured
 from ropewalk.evaluation.scoring import Scorer
 
@@ -45,7 +45,7 @@ class Reach(Measure):
             "sequences": cfg.eval.sequences,
             "texts": texts.texts_hash,
         }
-        return Plan("reach", settings, [Job(length, partial(_run, texts, distances))])
+        return Plan("reach", settings, [Part(length, partial(_run, texts, distances))])
 
 
 def _run(texts: EvalSet, distances: Sequence[int], score: Scorer) -> list[Measured]:

@@ -18,7 +18,7 @@ from pydantic import Field
 from conf.schema import Config
 from data.base import IGNORE_INDEX, Data, EvalSet
 from lab.measures.ruler_questions import TASKS, essay_lines, question
-from ropewalk.evaluation.measures.base import Job, Measure, Plan
+from ropewalk.evaluation.measures.base import Measure, Part, Plan
 from ropewalk.evaluation.results import Measured
 from ropewalk.evaluation.scoring import Scorer
 
@@ -32,7 +32,7 @@ class Ruler(Measure):
     seed: int = Field(0, ge=0, lt=2**63)  # of the texts
 
     def plan(self, data: Data, cfg: Config) -> Plan | None:
-        """Return the jobs; None for tasks. Raises ValueError: a length has no room for a task of RULER."""
+        """Return the parts; None for tasks. Raises ValueError: a length has no room for a task of RULER."""
         if data.task:
             return None
         lengths = cfg.lengths
@@ -43,7 +43,7 @@ class Ruler(Measure):
         # Made once for all variants.
         essay = cache(partial(essay_of, data, filler))
         texts = cache(partial(texts_of, data, essay, self.trials, self.seed))
-        jobs = []
+        parts = []
         for task in tasks:
             # The shortest texts are made at once, so that a lack of room is an error before any work.
             for twin in (False, True):
@@ -52,8 +52,8 @@ class Ruler(Measure):
             if task.startswith("niah"):
                 places = [i / (self.depths - 1) for i in range(self.depths)]
             for depth in places:
-                jobs += [Job(length, partial(_run, texts, task, length, depth)) for length in lengths]
-        return Plan("ruler", settings, jobs)
+                parts += [Part(length, partial(_run, texts, task, length, depth)) for length in lengths]
+        return Plan("ruler", settings, parts)
 
 
 def _run(texts: Callable[..., EvalSet], task: str, length: int, depth: float | None, score: Scorer) -> list[Measured]:

@@ -10,11 +10,11 @@ from pydantic import Field
 
 import ropewalk
 from conf.files import write_bytes, write_text
+from conf.options import encoding, encoding_names
 from conf.schema import Count, Section
 from lab.pictures import pictures
 from model.position import Shape
 from model.position.rotary import Rotary
-from ropewalk.app.cli import encoding, encoding_names
 from ropewalk.report import plot
 
 Draw = Callable[[Axes], None]

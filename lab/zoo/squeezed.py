@@ -48,6 +48,7 @@ class LaMPE(NearWindow):
         steepness: how fast M grows there.
     """
 
+    asks_length = True
     divisor = 8
 
     def __init__(

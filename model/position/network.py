@@ -17,7 +17,7 @@ Encodings = Sequence[PositionEncoding]
 
 
 def view(pe: PositionEncoding, **changes: Any) -> PositionEncoding:
-    """The encoding `pe`, its very parameters and submodules included, with other values of some attributes."""
+    """The encoding `pe`, sharing its parameters and submodules, with other values of some attributes."""
     other = copy.copy(pe)  # shallow: the dictionaries of parameters and submodules are those of `pe`
     for name, value in changes.items():
         setattr(other, name, value)  # where it is a property this is an error; an entry in vars() would be ignored
@@ -25,9 +25,9 @@ def view(pe: PositionEncoding, **changes: Any) -> PositionEncoding:
 
 
 def with_parameters_of(encodings: Encodings, owners: Encodings) -> Encodings:
-    """Give `encodings`, in place, the very parameters of `owners`, layer by layer, and return them.
+    """Give `encodings`, in place, the parameters of `owners` themselves, layer by layer, and return them.
 
-    They are those of a stage of training, or of another reading of trained weights. The network's own encodings stay
+    They are those of a stage of training, or of a variant that reads trained weights. The network's own encodings stay
     registered, so its optimizer and its state dict notice nothing.
     """
     for pe, owner in zip(encodings, owners, strict=True):
@@ -52,6 +52,12 @@ def max_len_of(encodings: Encodings) -> int | None:
     return min(limits, default=None)
 
 
+def exact_above(encodings: Encodings) -> int | None:
+    """The length in tokens beyond which a layer asks how long a text is, and padding counts; None: none asks."""
+    lengths = [pe.original_len for pe in encodings if pe.asks_length]
+    return min(lengths, default=None)
+
+
 def metrics_of(encodings: Encodings) -> dict[str, Tensor]:
     """The metrics of the encodings since the last call, each averaged over the encodings that have it."""
     values: dict[str, list[Tensor]] = {}
@@ -63,8 +69,10 @@ def metrics_of(encodings: Encodings) -> dict[str, Tensor]:
 
 def scales_of(encodings: Encodings) -> tuple[float, ...]:
     """The scales to evaluate at; the first is the one that they train at. (1.0,) without a scaled encoding."""
-    # A scaled encoding may have one scale only, where train_len is beyond its original_len.
-    return max((pe.scales for pe in encodings), key=lambda scales: (len(scales), scales != (1.0,)))
+    scaled = [pe.scales for pe in encodings if pe.scales != (1.0,)]
+    # Those of the first layer with two scales. A layer trained beyond its original_len has one, and may come before it.
+    scaled.sort(key=len, reverse=True)
+    return scaled[0] if scaled else (1.0,)
 
 
 def at_scale(encodings: Encodings, scale: float, train_len: int) -> Encodings:

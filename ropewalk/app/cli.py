@@ -1,7 +1,6 @@
-"""The command line of every program: Hydra composes it, the schema checks it, a mistake ends in one clear message.
+"""The door of every program: Hydra runs it, and a mistake ends in one clear message.
 
-Nothing here imports PyTorch, so that a mistake is answered at once. Hydra's globals belong to whoever uses Ropewalk, a
-notebook or a Hydra program of theirs: each composition puts them back.
+Nothing here imports PyTorch, so that a mistake is answered at once.
 """
 
 import argparse
@@ -10,40 +9,40 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any, NoReturn
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 import yaml
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from hydra.core.utils import env_override
+from hydra.types import RunMode
+from omegaconf import DictConfig
 
-from conf.errors import ConfigError, unknown_key
-from conf.schema import S, parse
-from ropewalk.app.explain import CONF_DIR, explain, help_text
+from conf.options import CONF_DIR
+from ropewalk.app.compose import composed, plain, quoted
+from ropewalk.app.explain import ERRORS, check_overrides, explain, help_text
+from ropewalk.app.side_by_side import LAUNCHER, RESULT
+from ropewalk.run.stop import INTERRUPTED, STOPPED, die_with_parent
 
-# Mistakes that a user can correct. They are reported without a traceback.
-ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowError, RecursionError
-TRAIN = "train"  # the configuration of train.py, to which an experiment and a model to start from belong
-_BASE = "base_model"
+if TYPE_CHECKING:  # the schema takes as long to import as all else that answers a typo
+    from conf.schema import S
 
-Task = Callable[[DictConfig], Any]
+FULL_ERROR = "HYDRA_FULL_ERROR"  # environment variable: 1 shows where an error arose
 
 
-def program(schema: type[S]) -> Callable[[Callable[[S], Any]], Task]:
+def program(schema: "type[S]") -> Callable[[Callable[["S"], Any]], Callable[[DictConfig], Any]]:
     """Decorate the main function of a program: it gets what Hydra has composed as an instance of `schema`."""
 
-    def decorate(function: Callable[[S], Any]) -> Task:
+    def decorate(function: Callable[["S"], Any]) -> Callable[[DictConfig], Any]:
         @functools.wraps(function)
         def main(config: DictConfig) -> Any:
+            from conf.schema import parse  # which the schema has imported by now
+
             return function(parse(schema, plain(config)))
 
         return main
@@ -51,68 +50,122 @@ def program(schema: type[S]) -> Callable[[Callable[[S], Any]], Task]:
     return decorate
 
 
-def run(module: str) -> NoReturn:
-    """Run the program in `module`, which is imported once the command line of this process has proved right.
-
-    Its `main` gets the configuration that Hydra composes from conf/NAME.yaml, NAME being the last word of `module`.
+def run(module: str, schema: str | None = None) -> NoReturn:
+    """Run the program in `module` as an application of Hydra, configured by conf/NAME.yaml, NAME its last word.
 
     A user's mistake ends the program with one message and exit code 2, without a traceback, and Ctrl-C with 130. It
     ends silently if nobody reads its output, as after `| head`.
-    """
-    name = module.rpartition(".")[2]
-    sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
-    try:
-        flags, overrides = _parse(sys.argv[1:])
-        if flags.version:
-            print(f"Ropewalk {version('ropewalk')}")
-        elif flags.multirun and not (flags.help or flags.cfg):
-            from ropewalk.app.sweep import sweep
 
-            sweep(name, import_module(module).main, overrides)
-        else:
-            with composed(name, *overrides) as config:
-                if flags.help:
-                    print(help_text(sys.modules["__main__"].__doc__ or "", config))
-                elif flags.cfg:
-                    values = plain(config)
-                    if name == TRAIN:
-                        values = import_module("ropewalk.app.init_from").merged(values)
-                    print(yaml.safe_dump(values, sort_keys=False), end="")
-                else:
-                    import_module(module).main(config)
+    Args:
+        schema: "module:class" of its configuration, to check this before `module` is imported.
+    """
+    if LAUNCHER in os.environ:  # a sweep has started this process
+        die_with_parent(int(os.environ.pop(LAUNCHER)))
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal may lack a character, such as that of an interval
+            stream.reconfigure(errors="replace")
+    sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
+    name = module.rpartition(".")[2]
+    task = Task(module, schema)
+    try:
+        # Hydra lets errors pass, and `explain` says what they mean.
+        with env_override({FULL_ERROR: "1"}):
+            flags = _flags()
+            if not _shown(flags, name):
+                hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(task)()
         sys.stdout.flush()
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
     except Exception as error:
         fail(error)
         raise
     raise SystemExit(0)
 
 
-def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Divide a command line into flags, in any place, and KEY=VALUE."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for names in (("-h", "--help"), ("--version",), ("-m", "--multirun")):
-        parser.add_argument(*names, action="store_true")
-    parser.add_argument("-c", "--cfg", choices=["job"])
-    parser.add_argument("-cd", "--config-dir")
-    flags, rest = parser.parse_known_args(arguments)
+def _flags() -> argparse.Namespace:
+    """Return Hydra's flags and overrides, and write the command line as Hydra takes it: flags first."""
+    arguments = sys.argv[1:]
+    flags, unknown = get_args_parser().parse_known_intermixed_args(arguments)
+    own = {*flags.overrides, *unknown}
+    flags.overrides = [_override(argument) for argument in arguments if argument in own]
+    sys.argv[1:] = [argument for argument in arguments if argument not in own] + flags.overrides
+    return flags
+
+
+def _override(argument: str) -> str:
+    """An override as Hydra takes it."""
     # As programs with argparse take them: --seed=1 is seed=1.
-    overrides = [argument.lstrip("-") for argument in rest]
+    argument = argument.lstrip("-")
+    # Of our groups each is in the defaults list already: +experiment=NAME, as other programs want it, is the same here.
+    group = argument.lstrip("+").partition("=")[0]
+    if (CONF_DIR / group).is_dir():
+        argument = argument.lstrip("+")
     # The name of a run of a sweep has = in it, as in run=runs/rope-train_len=32. Hydra wants quotes around it.
-    overrides = [re.sub(r"^(\w[\w./]*)=([\w./-]+=[\w./=-]+)$", r"\1='\2'", argument) for argument in overrides]
-    for argument in overrides:
-        # Hydra would silently merge several options of a group into one. Trackers are made to be merged.
-        group, _, choice = argument.partition("=")
-        for gone in ("launcher", "sweeper"):
-            if group.startswith((f"hydra/{gone}", f"hydra.{gone}")):
-                raise ConfigError(unknown_key(f"hydra/{gone}", ()))
-        if choice.startswith("[") and group != "logger" and (CONF_DIR / group).is_dir():
-            each = choice.strip("[]")
-            raise ConfigError(f"{argument}: one option at a time; for a run of each write -m {group}={each}")
-    if flags.config_dir:
-        overrides.insert(0, f"hydra.searchpath=[file://{Path(flags.config_dir).absolute()}]")
-    return flags, overrides
+    return re.sub(r"^(\w[\w./]*)=([\w./-]+=[\w./=-]+)$", r"\1='\2'", argument)
+
+
+def _shown(flags: argparse.Namespace, name: str) -> bool:
+    """Print what --help or --cfg job ask for, unless Hydra does it as well. Returns whether it was printed."""
+    if not flags.help and (flags.cfg != "job" or flags.multirun):
+        return False
+    folder = [f"hydra.searchpath=[{quoted(f'file://{os.path.abspath(flags.config_dir)}')}]"] if flags.config_dir else []
+    with composed(flags.config_name or name, *folder, *flags.overrides) as config:
+        if flags.help:
+            print(help_text(config))
+            return True
+        if config.get("init_from") is None:
+            return False
+        from ropewalk.app.configure import merged  # imports PyTorch, to read the model
+
+        values: Any = merged(config)
+    for key in flags.package.split(".") if flags.package else ():
+        values = values[key]
+    print(yaml.safe_dump(values, sort_keys=False), end="")
+    return True
+
+
+class Task:
+    """What Hydra calls for each job: the main function in `module`, imported once the job is composed.
+
+    Launchers may pickle it, and run it on other machines.
+    """
+
+    def __init__(self, module: str, schema: str | None) -> None:
+        self.module = module
+        self.schema = schema
+        self.full_error = os.environ.get(FULL_ERROR, "0")
+        self.__module__ = module  # by which Hydra names the program
+
+    def __call__(self, config: DictConfig) -> Any:
+        is_alone = HydraConfig.get().mode == RunMode.RUN
+        result_to = os.environ.pop(RESULT, None)
+        # Hydra had to let errors pass: from here on, and in further processes, the user's own setting holds.
+        with env_override({FULL_ERROR: self.full_error}):
+            try:
+                check_overrides()
+                self.check(config)
+                result = import_module(self.module).main(config)
+            except SystemExit as end:  # in a sweep some programs say by their exit code what they have found
+                if is_alone or end.code in (STOPPED, INTERRUPTED):
+                    raise
+                return end.code
+            except Exception as error:
+                if is_alone:
+                    fail(error)
+                elif not isinstance(error, ERRORS):  # a defect, not a mistake of the user
+                    traceback.print_exception(error)
+                raise
+        if result_to:
+            os.write(int(result_to), json.dumps(result).encode())
+        return result
+
+    def check(self, config: DictConfig) -> None:
+        """Raise ValueError for what the schema shows to be wrong, before all is imported that a run needs."""
+        # Of a run that starts from a model, the model decides what lies beneath: it is checked in its place.
+        if self.schema and config.get("init_from") is None:
+            from conf.schema import parse
+
+            parse(resolve_name(self.schema), plain(config))
 
 
 def fail(error: Exception) -> None:
@@ -123,162 +176,10 @@ def fail(error: Exception) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1)
     no_memory = isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error))
-    # ROPEWALK_TRACEBACK=1 shows where an error arose.
-    if os.environ.get("ROPEWALK_TRACEBACK") == "1" or not (no_memory or isinstance(error, ERRORS)):
+    if os.environ.get(FULL_ERROR) == "1" or not (no_memory or isinstance(error, ERRORS)):
         return
-    message = explain(error) or type(error).__name__
+    message = explain(error)
     if no_memory:
         message = f"not enough memory for this model, batch or text: {message}"
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
-
-
-@contextmanager
-def composed(name: str | None, *overrides: str) -> Iterator[DictConfig]:
-    """The configuration that Hydra composes from conf/`name`.yaml, over the `recipe` that the overrides call for.
-
-    Without a name the overrides are all there is. Within the context ${hydra:...} refers to it.
-
-    Raises ConfigError: names the first mistake.
-    """
-    arguments = [*_search_path(), *overrides]
-    outer_hydra, outer_config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            config = hydra.compose(name, arguments, return_hydra_config=True)
-            experiment = recipe(config)
-            if experiment:
-                config = hydra.compose(name, [f"experiment={experiment}", *arguments], return_hydra_config=True)
-            HydraConfig.instance().set_config(config)
-            yield config
-    except HydraException as error:
-        raise ConfigError(explain(error)) from None
-    finally:
-        GlobalHydra.instance().hydra = outer_hydra
-        HydraConfig.instance().cfg = outer_config
-
-
-def recipe(config: DictConfig) -> str:
-    """The experiment that a run takes where none is chosen, beneath the command line; empty: none.
-
-    Data with an experiment of their own name take that one: it holds what suits them. A run that starts from a model of
-    transformers takes a short fine-tuning.
-    """
-    choices = config.hydra.runtime.choices
-    source = config.get("init_from")
-    starts_from_run = source is not None and not str(source).startswith("hf:")
-    # Programs that take no experiment lack the key. In others one may be chosen already.
-    if "experiment" not in choices or choices["experiment"] or starts_from_run:
-        return ""
-    experiment = choices.get("data") if source is None else "extend"
-    file = CONF_DIR / "experiment" / f"{experiment}.yaml"
-    return experiment if file.is_file() else ""
-
-
-def _search_path() -> list[str]:
-    """The overrides hydra.searchpath=..., by which a user's own folders count like conf/.
-
-    None before Hydra has composed a program, as in Python or when a sweep is planned.
-    """
-    if not HydraConfig.initialized():
-        return []
-    return [override for override in HydraConfig.get().overrides.hydra if override.startswith("hydra.searchpath")]
-
-
-def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, Any]:
-    """Compose the program's command line once more, over the configuration of a trained model.
-
-    Args:
-        under: values beneath experiments and the command line, which override them.
-        groups: {group: values that take the place of its default option}.
-
-    Returns:
-        Plain values.
-    """
-    # Hydra's defaults list decides which value wins, later entries over earlier ones. So the model's values are stored
-    # as options, and the program's list is composed again with these options in it: no precedence of our own.
-    section = HydraConfig.get()
-    store = ConfigStore.instance().store
-    program = OmegaConf.load(CONF_DIR / f"{section.job.config_name}.yaml")
-    defaults = program.defaults
-    for group, values in groups.items():
-        store(_BASE, literal(dict(values)), group=group)
-        for entry in defaults:
-            if isinstance(entry, DictConfig) and group in entry:
-                entry[group] = _BASE
-    store(_BASE, literal(dict(under)), group=_BASE, package="_global_")
-    # After the program's own defaults, but before an experiment, which is the last of them.
-    place = len(defaults) - 1 if {"experiment": None} in defaults else len(defaults)
-    defaults.insert(place, {_BASE: _BASE})
-    store(f"over_{_BASE}", program)
-    with composed(f"over_{_BASE}", *section.overrides.task) as config:
-        return plain(config)
-
-
-def plain(config: DictConfig) -> dict[str, Any]:
-    """Plain, resolved values of a program's own keys, without those that are required and not given.
-
-    Raises MissingMandatoryValue: one within a section is not given.
-    """
-    own: Any = [key for key in config if key not in ("experiment", "hydra") and not OmegaConf.is_missing(config, key)]
-    values: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, own), resolve=True, throw_on_missing=True)
-    return values
-
-
-def encoding_names() -> list[str]:
-    """Return the names of all encodings, sorted: for pe=NAME, `ropewalk.encoding` and `ropewalk.load`."""
-    return sorted(path.stem for path in CONF_DIR.glob("pe/*.yaml"))
-
-
-def encoding(spec: str | Mapping[str, Any], where: str = "pe") -> dict[str, Any]:
-    """Return all options of an encoding, or of one part of a pattern.
-
-    Args:
-        spec: its name, {pe: NAME, OPTION: VALUE, ...}, or the options themselves.
-        where: the key to name in messages.
-
-    Raises:
-        ConfigError: there is no such option or encoding.
-    """
-    options: dict[str, Any] = {"pe": spec} if isinstance(spec, str) else dict(spec)
-    if "pe" in options:
-        name = str(options.pop("pe"))
-        # Also the files of a run choose encodings: they must not reach a YAML file beside them, which may hold ${...}.
-        if ".." in name.split("/"):
-            raise ConfigError(f"{where}={name} is no name of an encoding: leave out ..")
-        defaults = _of_yaml(name, *_search_path())
-        for key in options.keys() - defaults.keys():
-            raise ConfigError(f"{where}={name}: {unknown_key(str(key), defaults)}")
-        options = defaults | options
-    # Mappings are the parts of a pattern: encodings themselves.
-    for key, value in options.items():
-        if isinstance(value, Mapping):
-            options[key] = encoding(value, f"{where}.{key}.pe")
-    return options
-
-
-def literal(value: Any) -> Any:
-    """Return plain values as OmegaConf takes them for what they are, to be resolved once.
-
-    It would compute ${...}. In the files of somebody else's run ${oc.env:NAME} stands for a variable of the user's
-    environment, which would then be in files that the user sends on.
-    """
-    # A backslash before ${ escapes it, and one before that stands for itself. In JSON each of them is two.
-    return json.loads(re.sub(r"(\\*)\$\{", r"\1\1\\\\${", json.dumps(value)))
-
-
-def quoted(text: str) -> str:
-    """Return `text` as a value of Hydra's command line, which stands for itself whatever characters it has."""
-    # Hydra reads \' as a quote. So backslashes before a quote, also before the last one, are doubled, and no others.
-    # `literal` keeps ${...} from being computed.
-    doubled = re.sub(r"(\\+)(?='|\Z)", r"\1\1", literal(text))
-    return "'" + doubled.replace("'", r"\'") + "'"
-
-
-@functools.cache
-def _of_yaml(name: str, *search_path: str) -> dict[str, Any]:
-    """The options in pe/`name`.yaml; `search_path` makes the cache tell folders apart."""
-    # Not as the primary configuration, which Hydra does not look for in a user's folders.
-    with composed(None, f"+pe={quoted(name)}") as config:
-        return plain(config)["pe"]

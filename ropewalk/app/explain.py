@@ -1,67 +1,65 @@
-"""What a user is told about a mistake on the command line, and by --help, without importing the network or the data.
+"""What a user is told about a mistake on the command line, and by --help, without importing the network or the data."""
 
-The words about a key stand beside its value, in the YAML file: options of encodings, data and loggers have no other
-place, a user's own files count like ours, and whoever reads or copies a file has both.
-"""
-
-import re
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 import yaml
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from conf.errors import flatten, nearest, unknown_key
+from conf.errors import ConfigError, flatten, unknown_key
 from conf.files import printable
-from conf.foreign import answer
+from conf.options import CONF_DIR, comments, no_such_option
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+# Mistakes that a user can correct. They are reported without a traceback.
+ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowError, RecursionError
+SEVERAL = ("logger", "experiment")  # groups of which several options at once mean something: Hydra merges them
 
 
-def help_text(about: str, config: DictConfig) -> str:
+def help_text(config: DictConfig) -> str:
     """The text of --help: what the program does, its groups, and each key with its value and the comment beside it.
 
     Hydra drops the comments of YAML files, so they are read here.
     """
     section = config.hydra
-    folders = [Path(source.path) for source in section.runtime.config_sources if source.schema == "file"]
-    of_program = described(folders, "", section.job.config_name)
-    comments = {}
-    lines = [about, "Groups, as in GROUP=OPTION:"]
+    loader = GlobalHydra.instance().config_loader()
+    of_program = comments("", section.job.config_name)
+    of_groups = {}
+    lines = [sys.modules["__main__"].__doc__ or "", "Groups, as in GROUP=OPTION:"]
     for group, name in section.runtime.choices.items():
         if not group.startswith("hydra/"):
-            comments[group] = described(folders, group, str(name))
-            options = GlobalHydra.instance().config_loader().get_group_options(group)
-            lines.append(f"  {group}: {', '.join(options)}")
+            of_groups[group] = comments(group, str(name))
+            lines.append(f"  {group}: {', '.join(loader.get_group_options(group))}")
     lines += ["", "Keys and their values, as in KEY=VALUE; with -m, KEY=A,B runs the program for each:"]
     values: Any = OmegaConf.to_container(config)
     for key, value in flatten(values).items():
-        if not (key.startswith(("hydra.", "experiment")) or key.endswith("_target_")):
+        if not (key.startswith("hydra.") or key.endswith("_target_")):
             text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
             setting = f"  {key}={text}"
             words = key.split(".")
-            known = comments.get(words[0], of_program)
+            known = of_groups.get(words[0], of_program)
             # The last one counts: a key without a comment of its own has that of the section that holds it.
             found = ["", *(known[word] for word in words if word in known)]
             lines.append(f"{setting:40} {found[-1]}".rstrip())
-    return "\n".join(lines)
+    return "\n".join([*lines, "", "--hydra-help: Hydra's own flags, such as --info, --cfg and --config-dir"])
 
 
-def described(folders: Sequence[Path], group: str, name: str) -> dict[str, str]:
-    """{last word of a key: the comment beside it} of an option, in the first of these folders, and of its defaults."""
-    paths = [folder / group / f"{name}.yaml" for folder in folders]
-    path = next(filter(Path.is_file, paths), None)
-    if path is None:
-        return {}
-    text = path.read_text(encoding="utf-8")
-    comments: dict[str, str] = {}
-    for parent in (yaml.safe_load(text) or {}).get("defaults", []):
-        comments |= described(folders, group, str(parent))
-    return comments | dict(re.findall(r"^ *(\w+):.*? # (.*)$", text, re.MULTILINE))
+def check_overrides() -> None:
+    """Raise ConfigError for what Hydra takes on the command line of the current job, but to no good."""
+    config = HydraConfig.get()
+    for override in config.overrides.task:
+        group, _, choice = override.partition("=")
+        if choice.startswith("[") and group not in SEVERAL and (CONF_DIR / group).is_dir():
+            each = choice.strip("[]")
+            raise ConfigError(f"{override}: one option at a time; for a run of each write -m {group}={each}")
+    if config.run.dir != "." and not config.job.chdir:
+        raise ConfigError(
+            f"hydra.run.dir={config.run.dir}: runs_dir is the folder of the runs, name=... that of this one"
+        )
 
 
 def explain(error: BaseException) -> str:
@@ -69,7 +67,8 @@ def explain(error: BaseException) -> str:
     message = str(error).strip()
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        message = _missing_option(error.missing_cfg_file, error.options or ())
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        message = no_such_option(group, name, error.options or ())
     elif isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
         message = f"{error.override!r} is not KEY=VALUE; a text has quotes of its own: \"{key}='{value}'\""
@@ -78,16 +77,16 @@ def explain(error: BaseException) -> str:
         message = _unknown_key(str(cause.full_key), [str(name) for name in siblings if name != "hydra"])
     elif message.startswith("Could not override '"):
         message = unknown_key(message.split("'")[1], ())  # a group of other programs
-    return printable(message)
-
-
-def _missing_option(name: str, options: Sequence[str]) -> str:
-    """The message about an option that no file of its group has, as in pe=yarm."""
-    group, _, choice = name.rpartition("/")
-    # Of an option within a file Hydra does not say which there are.
-    known = options or sorted(path.stem for path in CONF_DIR.joinpath(group).glob("*.yaml"))
-    hint = answer(group, choice) or nearest(choice, known)
-    return f"{group or 'configuration'}={choice}: there is no such option{hint}"
+    elif message.startswith("BasicSweeper does not support"):
+        message = "-m tries given values, as 1e-3,2e-3; hydra/sweeper=optuna searches an interval (docs/usage.md)"
+    elif isinstance(error, MissingMandatoryValue):
+        message = f"{error.full_key} is missing: write {error.full_key}=..."
+        group, _, word = str(error.full_key).rpartition(".")
+        about = comments(group, str(HydraConfig.get().runtime.choices.get(group))).get(word)
+        message += f", {about}" if about else ""
+    elif isinstance(error, OmegaConfBaseException):
+        message = message.partition("\n")[0]  # what follows names keys of OmegaConf's own
+    return printable(message or type(error).__name__)
 
 
 def _unknown_key(key: str, siblings: Iterable[str]) -> str:
@@ -97,7 +96,7 @@ def _unknown_key(key: str, siblings: Iterable[str]) -> str:
         return message
     word = key.rpartition(".")[2]
     files = [(path.parent.name, path.stem) for path in sorted(CONF_DIR.glob("*/*.yaml"))]
-    having = [f"{group}={name}" for group, name in files if word in described([CONF_DIR], group, name)]
+    having = [f"{group}={name}" for group, name in files if word in comments(group, name)]
     # A pattern shows only those options of its parts that it sets; ++ adds another.
     remedy = f"; a pattern takes ++{key}=..." if key.startswith("pe.") else ""
     return f"{message}. These have it: {', '.join(having)}{remedy}" if having else message

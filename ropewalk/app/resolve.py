@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from conf.errors import ConfigError
+from conf.options import encoding, over
 from conf.schema import Config, GPTConfig, Stage, parse
 from data.base import build_data
 from data.sampler import micro_batch_size
@@ -21,7 +21,6 @@ from model.position.base import NO_ENCODING
 from model.position.layer import check_length
 from model.position.network import at_scale, family_of, max_len_of, scales_of
 from ropewalk import hf
-from ropewalk.app.cli import encoding, literal
 from ropewalk.run.directory import RESTORE, naming_damage, read_config
 from ropewalk.training.distributed import resolve_devices
 from ropewalk.training.hardware import Hardware
@@ -145,9 +144,7 @@ def _resolve_stage(cfg: Config, stage: Stage, net: GPT) -> Stage:
     if cfg.train_len % stage.train_len:
         raise ConfigError(f"stages: train_len={stage.train_len} must divide train_len={cfg.train_len}")
     # A stage may give some options of a pattern's part: the others stay.
-    merged = OmegaConf.merge(literal(cfg.pe), literal(stage.pe))
-    options: Any = OmegaConf.to_container(merged, resolve=True)
-    pe, stage_net = resolve_encoding(options, cfg.model, stage.train_len)
+    pe, stage_net = resolve_encoding(over(stage.pe, cfg.pe), cfg.model, stage.train_len)
     if _parameters(stage_net) != _parameters(net):
         raise ConfigError(f"stages: pe={stage.pe} gives another class or other parameters than pe={cfg.pe['name']}")
     _check_positions(cfg, stage_net)
@@ -178,6 +175,8 @@ def _rules_of_evaluation(cfg: Config, net: GPT) -> Rules:
         (max_len is not None and max_len < shortest,
          f"eval.lengths: pe={cfg.pe['name']} has no position beyond {max_len} tokens, and the shortest length is "
          f"{shortest}: lower it, or raise pe.scale"),
+        (cfg.objective != "validation" and round(cfg.objective * cfg.train_len) not in cfg.lengths,
+         f"objective={cfg.objective}: it is none of eval.lengths={cfg.eval.lengths}; add it there"),
         (bool(late), f"eval.at={late} is beyond trainer.max_steps={cfg.trainer.max_steps}: lower it"),
     ]  # fmt: skip
 

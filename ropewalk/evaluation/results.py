@@ -126,7 +126,7 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     """One results file."""
 
     version: Literal[3] = 3
-    # The name of a measure: one of `ropewalk.evaluation.loop.MEASURES`, of the lab's, or of a user's own.
+    # The name of a measure: one of `ropewalk.evaluation.evaluator.MEASURES`, of the lab's, or of a user's own.
     kind: str = Field(pattern="^[a-z][a-z0-9_]{0,60}$")
     run: str
     run_id: str
@@ -185,7 +185,9 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
         """Return every number that was measured. For RULER the means over its tasks come first."""
         scored = [measured for measured in self.measured if any(measured.tokens)]  # the others have no mean
         rows = [row for measured in scored for row in self.rows_of(measured)]
-        return [*_means_over_tasks(rows), *rows] if self.kind == "ruler" else rows
+        if self.kind == "ruler":
+            return [*_means_over_tasks(rows), *rows]
+        return rows
 
     def rows_of(self, m: Measured) -> list[Row]:
         """Return the numbers of one part, the main one first."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from data.base import IGNORE_INDEX, EvalSet
 from model.gpt import GPT
+from model.layout import Packing
 from model.position.network import Encodings
-from model.reading import Reader
 from ropewalk.evaluation.results import Measured
 from ropewalk.run import processes
 from ropewalk.training import distributed
@@ -24,14 +24,14 @@ Autocast = Callable[[], AbstractContextManager]
 
 @torch.no_grad()
 def token_losses(
-    net: GPT, x: Tensor, y: Tensor, *, reader: Reader, encodings: Encodings | None = None
+    net: GPT, x: Tensor, y: Tensor, *, packing: Packing, encodings: Encodings | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of each target, and whether it is wrong.
 
     Args:
         x: token ids, int64 [B, T]; best on the CPU, so that the device is never waited for.
         y: targets, likewise; IGNORE_INDEX: not scored.
-        reader: says how to read the texts.
+        packing: how texts lie in a batch.
         encodings: that read them instead of the network's own.
 
     Returns:
@@ -47,7 +47,7 @@ def token_losses(
 
     was_training = net.training
     (columns,) = (y != IGNORE_INDEX).any(0).nonzero(as_tuple=True)
-    reading = reader(x)
+    layout = packing(x)
     device = net.embedding.weight.device
     x, y, columns = (t.to(device, non_blocking=True) for t in (x, y, columns))
     losses = torch.zeros_like(y, dtype=torch.float32)
@@ -55,8 +55,8 @@ def token_losses(
     net.eval()
     # Only scored columns get logits, a bounded number at a time: with a large vocabulary, those of a batch of long
     # texts would fill the memory, and often only the last tokens count.
-    hidden = net.hidden_states(x, reading, encodings=encodings)
-    hidden = reading.whole(hidden)  # [B, T, C], or longer: a shared text has padding after its end
+    hidden = net.hidden_states(x, layout, encodings=encodings)
+    hidden = layout.whole(hidden)  # [B, T, C], or longer: a shared text has padding after its end
     pieces = net.in_pieces(score, hidden[:, columns], y[:, columns])
     losses[:, columns] = torch.cat([piece[0] for piece in pieces], dim=1)
     wrong[:, columns] = torch.cat([piece[1] for piece in pieces], dim=1)
@@ -102,8 +102,8 @@ class Scorer:
     net: GPT
     # That read instead of the network's own; None: its own.
     encodings: Encodings | None = None
-    # Says how texts are read; by default as one text in each row.
-    reader: Reader = field(default_factory=Reader)
+    # How texts lie in a batch; by default one in each row.
+    packing: Packing = field(default_factory=Packing)
     # Bytes of each token, float64 [vocab_size]; None if they mean nothing.
     token_bytes: Tensor | None = None
     # Makes the network compute as in training.
@@ -127,7 +127,7 @@ class Scorer:
 
         # Each rank reads its share of the batches; the sums of all ranks are gathered at the end.
         sums: dict[int, Tensor] = {}
-        for start in distributed.shared_batches(n, batch_size, self.reader.ranks_per_text):
+        for start in distributed.shared_batches(n, batch_size, self.packing.ranks_per_text):
             # None means that this rank has no batch left. It reads the first one too, and forgets it: ranks gather
             # sharded weights together, so none may skip a forward pass.
             first = 0 if start is None else start
@@ -173,7 +173,7 @@ class Scorer:
         if key is not None and key in self.kept:
             return self.kept[key]
         with self.autocast():
-            found = token_losses(self.net, x, y, reader=self.reader, encodings=self.encodings)
+            found = token_losses(self.net, x, y, packing=self.packing, encodings=self.encodings)
         if key is not None:
             self.kept[key] = found
         return found

@@ -98,7 +98,11 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     settings = _settings(config, arch, layer)
     name, cls, counterparts = TYPES[settings["rope_type"]]
     # Of a scaling: the length that the model was trained at before it, and how far it extends that.
-    original = settings.get(ORIGINAL) or getattr(config, ORIGINAL, None) or shape.train_len
+    # Of LongRoPE it may stand beside the settings, which then have max_position_embeddings in its place.
+    beside = getattr(config, ORIGINAL, None) if cls is LongRope else None
+    original = beside or settings.get(ORIGINAL) or getattr(config, ORIGINAL, None) or shape.train_len
+    if float(original).is_integer():
+        original = int(original)  # some files have 4096.0
     factor = float(settings.get("factor", shape.train_len / original))
     # One whose factor changes nothing is plain RoPE.
     if issubclass(cls, ScaledRotary) and factor == cls.unscaled:

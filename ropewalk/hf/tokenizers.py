@@ -4,18 +4,25 @@ from pathlib import Path
 
 import tokenizers
 
-from conf.files import copy_files, read_json, write_json
+from conf.files import copy_files, read_json, write_json, write_text
 from data.hf_tokenizer import CHARACTER_OF, HFTokenizer, pre_tokenizer
 from data.tokenizer import Tokenizer
 
 
-def write(encoder: Tokenizer, folder: Path) -> None:
-    """Write files from which transformers.AutoTokenizer builds the same tokenizer, with our end token as its own."""
+def write(encoder: Tokenizer, folder: Path, *, bos: int | None = None) -> None:
+    """Write files from which transformers.AutoTokenizer builds the same tokenizer, with our end token as its own.
+
+    Args:
+        bos: the token that it is to put before each text, if any.
+    """
     config = folder / "tokenizer_config.json"
     if isinstance(encoder, HFTokenizer):
         # The export has written the config.json of the new model.
         copy_files((path for path in encoder.files if path.name != "config.json"), folder)
         values = read_json(config) if config.is_file() else {}
+        values["add_bos_token"] = bos is not None
+        if bos != encoder.own_bos:
+            _put_before_texts(folder / "tokenizer.json", bos)
     else:
         _backend(encoder).save(str(folder / "tokenizer.json"))
         # No token is put at the start. llama.cpp would put one there unless it is told.
@@ -23,6 +30,19 @@ def write(encoder: Tokenizer, folder: Path) -> None:
     # This class reads tokenizer.json as it is. The others build a tokenizer of their own from its vocabulary.
     values |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": encoder.decode([encoder.eot])}
     write_json(config, values)
+
+
+def _put_before_texts(path: Path, bos: int | None) -> None:
+    """Let the tokenizer in a file put this token before each text. Versions of transformers read other settings."""
+    backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    token = "" if bos is None else backend.id_to_token(bos)
+    template = tokenizers.processors.TemplateProcessing(
+        single=f"{token} $A".strip(),
+        pair=f"{token} $A {token} $B".replace("  ", " ").strip(),
+        special_tokens=[] if bos is None else [(token, bos)],
+    )
+    backend.post_processor = template
+    write_text(path, backend.to_str(pretty=True))
 
 
 def _backend(encoder: Tokenizer) -> tokenizers.Tokenizer:

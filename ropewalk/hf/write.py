@@ -1,14 +1,13 @@
 """Writing our network as a model of transformers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from conf.files import read_json, whole_folder, write_json, write_text
-from model import serialization
+from conf.files import announce, read_json, whole_folder, write_json, write_text
 from model.gpt import GPT
 from model.position import PositionEncoding
 from model.position.network import Encodings, at_scale, max_len_of, scales_of
@@ -18,6 +17,7 @@ from ropewalk.hf.architectures import ARCHITECTURES, Architecture
 from ropewalk.hf.read import library
 
 GENERATION = "generation_config.json"
+PERIOD = "sliding_window_pattern"
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -26,22 +26,21 @@ A {name} written by Ropewalk: position encoding {pe} at scale {scale:g}, trained
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
     model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)
-
-Transformers before 4.53 ignores layer_types: read layers of several kinds with a newer version.
 """
 
 
 def export(
-    run: str | Path, out: str | Path, *, scale: float | None = None, bos_token_id: int | None = None,
-    eos_token_id: int | None = None, tokenizer: Callable[[Path], None] | None = None,
+    net: GPT, description: Mapping[str, Any], out: str | Path, *, scale: float | None = None,
+    bos_token_id: int | None = None, eos_token_id: int | None = None,
+    tokenizer: Callable[[Path], None] | None = None,
 ) -> str:  # fmt: skip
-    """Write a run's model as a folder that `AutoModelForCausalLM` opens.
+    """Write a trained network as a folder that `AutoModelForCausalLM` opens.
 
     It computes the same logits, without those of the tokens that pad the vocabulary. The folder has a model card, and
     is either complete or not there.
 
     Args:
-        run: directory of the run.
+        description: of the network, as model.json has it (`model.serialization.describe`).
         out: the folder to write; it must not exist, or be empty.
         scale: one of the encoding's scales; default the one it is trained at.
         bos_token_id: id of the token that begins a text, if one does.
@@ -53,18 +52,15 @@ def export(
         The class of the model.
 
     Raises:
-        ValueError: `out` has files in it, the model cannot be read, or transformers cannot compute it (with the
-            reason).
+        ValueError: `out` has files in it, or transformers cannot compute it (with the reason).
     """
     out = Path(out).absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: choose another, or remove it")
-    net = serialization.load(run)
     scales = scales_of(net.encodings)
     scale = scales[0] if scale is None else scale
     if scale not in scales:
         raise ValueError(f"scale={scale:g} is none of the encoding's, {scales}: see pe.scale")
-    description = serialization.describe(run)
     # A model of transformers has one scale: the active one goes into its settings.
     model = _model(net, at_scale(net.encodings, scale, net.train_len), description["original_len"])
     name = type(model).__name__
@@ -74,10 +70,12 @@ def export(
         if tokenizer:
             tokenizer(folder)
         _write_configs(folder, bos_token_id, eos_token_id)
-        write_text(
-            folder / "README.md",
-            CARD.format(name=name, pe=description["pe"]["name"], scale=scale, train_len=net.train_len),
-        )
+        card = CARD.format(name=name, pe=description["pe"]["name"], scale=scale, train_len=net.train_len)
+        note = _versions(read_json(folder / "config.json"))
+        if note:
+            card += f"\n{note}\n"
+            announce(f"{out}: {note}")
+        write_text(folder / "README.md", card)
         folder.replace(out)  # an error if another process has written it meanwhile
     return name
 
@@ -96,11 +94,43 @@ def _write_configs(folder: Path, bos_token_id: int | None, eos_token_id: int | N
     rotation = values.get("rope_parameters", {})
     if rope.FULL in rotation:  # settings for each kind of layer
         values["rope_local_base_freq"] = rotation[rope.SLIDING]["rope_theta"]
-        rotation = rotation[rope.FULL]
+        # The library has settings for a kind that no layer is of, too.
+        rotation = rotation[rope.FULL if rope.FULL in values["layer_types"] else rope.SLIDING]
+        values |= _period(values)
     if "rope_theta" in rotation:
         values["rope_scaling"] = None if rotation["rope_type"] == "default" else rotation
     values |= {key: rotation[key] for key in ("rope_theta", "partial_rotary_factor") if key in rotation}
     write_json(folder / "config.json", values)
+
+
+def _period(values: dict[str, Any]) -> dict[str, int]:
+    """What Gemma 3 had in the place of layer_types before 4.53: 6 if each sixth layer, and no other, has no window.
+
+    Returns:
+        Nothing if no number says it.
+    """
+    is_full = [kind == rope.FULL for kind in values["layer_types"]]
+    for period in range(1, len(is_full) + 2):
+        if is_full == [layer % period == 0 for layer in range(1, len(is_full) + 1)]:
+            return {PERIOD: period}
+    return {}
+
+
+def _versions(values: dict[str, Any]) -> str:
+    """Which versions of transformers read other layers than these out of config.json; "" if none that reads them.
+
+    The file as written is asked, not the installed version.
+    """
+    kinds = set(values.get("layer_types", ()))
+    if values["model_type"] == "olmo3":
+        # Before 5 it had one base, and no scaling of layers with a window.
+        full, sliding = (values["rope_parameters"][kind] for kind in (rope.FULL, rope.SLIDING))
+        plain = {"rope_type": "default", "rope_theta": full["rope_theta"]}
+        if (len(kinds) > 1 and sliding != plain) or (kinds == {rope.SLIDING} and sliding["rope_type"] != "default"):
+            return "Transformers before 5 rotates layers with a window otherwise: read it with a newer version."
+    elif len(kinds) > 1 and PERIOD not in values:
+        return "Transformers before 4.53 ignores layer_types: read it with a newer version."
+    return ""
 
 
 def _model(net: GPT, encodings: Encodings, reach: int) -> Any:

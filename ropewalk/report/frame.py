@@ -111,16 +111,11 @@ class _Read:
         """
         for row in rows:
             settings = tuple(row[name] for name in ("kind", "eval", "part", "length"))
-            # Texts that are read at several lengths are the same at each.
-            of_documents = settings[:3] if row["kind"] == "lengths" else settings
             # Sums over other documents could have equal sizes by chance, so the documents are compared as well. Rows of
             # files of many runs do not name them.
-            of_texts = {
-                (*settings, row["quantity"]): row["sample"].units,
-                (*of_documents, "documents"): row.get("grouping"),
-            }
+            of_texts = {row["quantity"]: row["sample"].units, "documents": row.get("grouping")}
             for what, found in of_texts.items():
-                if found is not None and not np.array_equal(self.texts.setdefault(what, found), found):
+                if found is not None and not np.array_equal(self.texts.setdefault((*settings, what), found), found):
                     where = f"{row['part']} at {row['length']}"
                     raise ValueError(f"{where} was measured on other texts or documents than its settings say")
         self.results += rows

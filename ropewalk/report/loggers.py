@@ -18,7 +18,7 @@ from ropewalk.report.answer import far_text
 from ropewalk.report.table import BEST_POSSIBLE, over_seeds, results
 from ropewalk.run.directory import RunDir, read_metrics
 from ropewalk.run.processes import is_rank_zero
-from ropewalk.training.stop import INTERRUPTED, STOPPED
+from ropewalk.run.stop import INTERRUPTED, STOPPED
 
 WANDB_COLUMNS = [
     "measure", "variant", "zero_shot", "step", "task", "difficulty", "depth", "span_start", "span_end", "continuation",

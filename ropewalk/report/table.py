@@ -319,7 +319,10 @@ def _minus(first: Sequence[BySeed], second: Sequence[BySeed]) -> list[Sample | N
             differences.append(None)
             continue
         minuend, subtrahend = stacked([a[seed] for seed in seeds]), stacked([b[seed] for seed in seeds])
-        differences.append(Sample(minuend.values - subtrahend.values, minuend.units))
+        # A damaged file may have other documents at each length.
+        is_paired = minuend.units.size == subtrahend.units.size
+        difference = Sample(minuend.values - subtrahend.values, minuend.units) if is_paired else None
+        differences.append(difference)
     return differences
 
 

@@ -34,10 +34,10 @@ from pydantic import BaseModel
 
 from conf.errors import ConfigError, flatten
 from conf.files import (
+    PATIENCE,
     append,
     copy_files,
     read_json,
-    read_lines,
     read_yaml,
     refuse_link,
     refuse_links,
@@ -51,7 +51,6 @@ from conf.schema import Config, S, parse, without_gone
 from ropewalk.run.processes import is_rank_zero, rank_zero_only
 from ropewalk.run.provenance import provenance, source_state
 
-PATIENCE = 6  # seconds that a lock is waited for: workers of a killed process may hold it for five
 RESTORE = "restore it, or train again under another name"
 
 
@@ -65,7 +64,7 @@ class Environment(BaseModel):
 FREE = (
     "name", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices",
     "trainer.replicas", "trainer.context_parallel", "trainer.checkpoint", "trainer.deterministic",
-    "trainer.keep_checkpoints", "data.cache_dir",
+    "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir", "objective",
 )  # fmt: skip
 
 
@@ -224,7 +223,8 @@ def lock(run: Path) -> Iterator[None]:
     try:
         held = FileLock(file, timeout=PATIENCE).acquire()
     except Timeout:
-        raise ConfigError(f"another process works on {run}: wait for it, or choose another name=...") from None
+        remedy = f"wait for it, or choose another name=...; if there is none, delete {file}"
+        raise ConfigError(f"another process works on {run}: {remedy}") from None
     with held:
         yield
 
@@ -285,10 +285,10 @@ def read_environment(run: Path) -> Environment:
 
 
 def read_training(run: Path) -> dict[str, Any]:
-    """Read training.json of a complete run: what `train.train_on` and `ropewalk.training.rows.record` put there.
+    """Read training.json of a complete run: what `train.complete` and `ropewalk.training.rows.record` put there.
 
     Its keys include "steps", "tokens", "seconds", "tokens_per_s", and "validation", which is what
-    `ropewalk.evaluation.loop.validate` returned.
+    `Evaluator.validate` returned.
 
     Raises ConfigError: it is damaged.
     """
@@ -319,22 +319,23 @@ def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
 
     Raises ConfigError: names a damaged line.
     """
-    path = run / "metrics.jsonl"
-    for number, line in enumerate(read_lines(path), 1):
-        # A process that is killed while it writes leaves a line without an end: that row was never there.
-        if not line.endswith("\n"):
-            return
-        try:
-            row = json.loads(line)
-            row["step"] += 0  # fails unless it is a number
-        except (ValueError, TypeError, KeyError):
-            raise ConfigError(f"{path}, line {number}, is damaged: restore it, or train again") from None
-        try:
-            unsealed(row)
-        except ValueError:
-            warnings.warn(f"{path}, line {number}, was changed after it was written", stacklevel=2)
-        row.pop("checksum", None)
-        yield row
+    path = refuse_link(run / "metrics.jsonl")
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            # A process that is killed while it writes leaves a line without an end: that row was never there.
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line)
+                row["step"] += 0  # fails unless it is a number
+            except (ValueError, TypeError, KeyError):
+                raise ConfigError(f"{path}, line {number}, is damaged: restore it, or train again") from None
+            try:
+                unsealed(row)
+            except ValueError:
+                warnings.warn(f"{path}, line {number}, was changed after it was written", stacklevel=2)
+            row.pop("checksum", None)
+            yield row
 
 
 def data_options(run: Path, cache_dir: str) -> dict[str, Any]:

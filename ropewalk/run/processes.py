@@ -4,11 +4,9 @@ Every rank runs the whole program. Only rank zero writes files and prints: `rank
 function there and give its result to all ranks. In a single process these functions cost nothing.
 """
 
-import contextlib
-import ctypes
 import functools
 import os
-import signal
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -91,28 +89,55 @@ class Launcher(NamedTuple):
 
 
 def started_by() -> Launcher:
-    """Read from the environment who started this process."""
+    """Read from the environment who started this process.
+
+    Raises ValueError: srun has started other numbers of processes on other machines.
+    """
     env = os.environ
     if env.keys() >= {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "WORLD_SIZE"}:
         return Launcher(int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]), int(env["RANK"]))
     # SLURM_NTASKS says what a job has reserved. Only srun starts that many processes, and sets the other two.
     in_step = env.keys() >= {"SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"}
     if in_step and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # the second is Fabric's rule
-        on_this_machine = int(env.get("SLURM_NTASKS_PER_NODE") or env["SLURM_NTASKS"])
-        return Launcher(on_this_machine, int(env["SLURM_NTASKS"]), int(env["SLURM_PROCID"]))
+        return Launcher(_tasks_of_slurm(), int(env["SLURM_NTASKS"]), int(env["SLURM_PROCID"]))
     # Fabric sets LOCAL_RANK for the processes that it starts.
     return Launcher(on_this_machine=0, world_size=1, rank=int(env["LOCAL_RANK"]) if is_child() else 0)
+
+
+def _tasks_of_slurm() -> int:
+    """The number of processes that srun has started on each machine."""
+    # The first is that of the step; the second is what was asked for, if anything, the third what was reserved. "2(x3)"
+    # are 2 on each of three machines.
+    names = "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS"
+    said = next(filter(None, map(os.environ.get, names)))
+    numbers = set(re.sub(r"\(x\d+\)", "", said).split(","))
+    if len(numbers) > 1:
+        raise ValueError(f"srun has started {said} processes on its machines: give it --ntasks-per-node=N")
+    return int(numbers.pop())
+
+
+def forget_other_launchers() -> None:
+    """Let Fabric start the processes of a run that nobody has started.
+
+    Images and clusters set variables which tell Fabric that somebody has, or that this machine is another one.
+
+    Raises:
+        ValueError: a program that is not known here has started several processes. Each would train the whole run.
+    """
+    env = os.environ
+    for size, number in {"WORLD_SIZE": "RANK", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK"}.items():
+        if number in env and env.get(size, "1") != "1":
+            said = (
+                f"{number}={env[number]} and {size}={env[size]}, but neither torchrun nor srun has started this process"
+            )
+            raise ValueError(
+                f"{said}: start it by one of them, as in docs/scaling.md, or unset {number} to train alone"
+            )
+    for name in ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
 
 
 def is_child() -> bool:
     """True if this process was started by Fabric's own launcher, in another process of this run."""
     # `launch` puts the id of rank zero's process there, and the processes that it starts inherit it.
     return os.environ.get(PARENT, str(os.getpid())) != str(os.getpid())
-
-
-def die_with_parent(parent: int) -> None:
-    """Make this process end whenever the process `parent`, which started it, ends; at once if it has ended."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux only
-        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG, the signal when the parent ends
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -15,16 +15,16 @@ from torch.distributed import _functional_collectives as collectives
 
 from model.attention import Context, recomputed
 from model.cache import Cache
+from model.layout import IGNORE_INDEX, Contexts, Layout
 from model.position.base import PositionEncoding
 from model.position.layer import make_context
-from model.reading import IGNORE_INDEX, Contexts, Reading
 
 # Functional collectives can be compiled. The gradient of this one is the sum over the ranks, cut as the tensor was.
 # Its name in PyTorch before 2.13 was the second.
 _all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
-class Shared(Reading):
+class Shared(Layout):
     """Texts of which each of the ranks in a group reads a part.
 
     Every rank works on its own part of the text, token by token. Only attention looks beyond it: each layer gathers the
@@ -50,7 +50,7 @@ class Shared(Reading):
     def contexts(
         self, encodings: Iterable[PositionEncoding], idx: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Tensor, Contexts]:
-        """As of `Reading`: token ids [B, t] and positions [t] of this rank's pieces, and contexts for them."""
+        """As of `Layout`: token ids [B, t] and positions [t] of this rank's pieces, and contexts for them."""
         assert cache is None  # only generation has one, and there each rank reads whole texts
         length = idx.size(1)
         pieces = self.pieces(length)
@@ -104,7 +104,7 @@ class SharedContext:
     It has no `earlier`: a configuration that needs it is refused (`ropewalk.app.resolve`).
     """
 
-    reading: Shared
+    layout: Shared
     of_pieces: list[Context]
 
     def attend(
@@ -113,7 +113,7 @@ class SharedContext:
     ) -> Tensor:  # fmt: skip
         # Of this rank's t tokens: the result and q [B, t, H, D], k and v [B, t, Hkv, D], and the state.
         def gathered(q: Tensor, *parts: Tensor) -> Tensor:
-            whole = [self.reading.whole(x) for x in parts]
+            whole = [self.layout.whole(x) for x in parts]
             out = []
             for q_piece, ctx in zip(q.chunk(2, dim=1), self.of_pieces, strict=True):
                 # A piece sees what stands before its end, whichever rank has it.
@@ -122,5 +122,5 @@ class SharedContext:
                 out.append(ctx.attend(pe, q_piece, k, v, seen_state, layer=layer, sinks=sinks))
             return torch.cat(out, dim=1)
 
-        run: Any = recomputed(gathered) if self.reading.recompute else gathered
+        run: Any = recomputed(gathered) if self.layout.recompute else gathered
         return run(q, k, v, *state.values())

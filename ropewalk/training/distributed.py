@@ -1,4 +1,4 @@
-"""Starting the processes of a run, and what they share: kernels, the reading of batches."""
+"""Starting the processes of a run, and what they share: kernels, the layout of batches."""
 
 import contextlib
 import functools
@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from conf import plugins
 from conf.schema import Trainer
 from data.sampler import micro_batch_size
-from model.position.network import Encodings
-from model.reading import Reader, Reading
+from model.layout import Layout, Packing
+from model.position.network import Encodings, exact_above
 from ropewalk.run.processes import (
     ANOTHER_FAILED,
     PARENT,
-    die_with_parent,
+    forget_other_launchers,
     gather,
     is_child,
     is_rank_zero,
@@ -29,6 +29,7 @@ from ropewalk.run.processes import (
     started_by,
     world_size,
 )
+from ropewalk.run.stop import die_with_parent
 from ropewalk.training.context_parallel import Shared
 from ropewalk.training.hardware import Hardware
 
@@ -100,8 +101,12 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     child = is_child()
     if child:
         die_with_parent(int(os.environ[PARENT]))
-    elif world > 1:
-        os.environ[PARENT] = str(os.getpid())  # for `is_child`, in the processes that Fabric starts
+    elif started_by().on_this_machine:
+        os.environ["SLURM_NTASKS_PER_NODE"] = str(trainer.devices)  # Fabric asks for it, also where srun was not told
+    else:
+        forget_other_launchers()
+        if world > 1:
+            os.environ[PARENT] = str(os.getpid())  # for `is_child`, in the processes that Fabric starts
     fabric = _make_fabric(trainer, hardware, world)
     if not dist.is_initialized():
         yield fabric
@@ -124,19 +129,19 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     dist.destroy_process_group()
 
 
-def reader_of(trainer: Trainer, hardware: Hardware, document_end: int | None, encodings: Encodings) -> Reader:
-    """How the batches of a run are read; joins this rank to those that share its texts, ranks in a row.
+def packing_of(trainer: Trainer, hardware: Hardware, document_end: int | None, encodings: Encodings) -> Packing:
+    """How texts lie in the batches of a run; joins this rank to those that share its texts, ranks in a row.
 
-    All ranks call it, after `install_kernels`, on which the reading of documents depends.
+    All ranks call it, after `install_kernels`, on which the layout of documents depends.
     """
     size = trainer.context_parallel
-    reading: Reading | None = None
+    layout: Layout | None = None
     if size > 1:
         mesh = init_device_mesh(hardware.device, (world_size() // size, size), mesh_dim_names=("data", "context"))
-        reading = Shared(mesh.get_group("context"), recompute=not trainer.checkpointing)
+        layout = Shared(mesh.get_group("context"), recompute=not trainer.checkpointing)
     elif hardware.kernels and document_end is not None:
-        reading = plugins.kernels().reading_of(encodings, document_end)
-    return Reader(document_end, shared=reading, ranks_per_text=size)
+        layout = plugins.kernels().layout_of(encodings, document_end)
+    return Packing(document_end, layout, size, exact_above(encodings))
 
 
 def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":

@@ -38,13 +38,7 @@ class Hardware:
         Raises:
             ValueError: the accelerator is not available, or the kernels that `kernels=True` asks for.
         """
-        # The device; for "auto" the first that is here, fastest first.
-        is_here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-        available = [name for name, here in is_here.items() if here]
-        device = available[0] if accelerator == "auto" else accelerator
-        if device not in available:
-            raise ValueError(f"accelerator {accelerator} is not available here; choose auto or: {', '.join(available)}")
-
+        device = device_of(accelerator)
         # The precision; of "auto" bf16-mixed where matrix units compute bf16. Elsewhere it is emulated, and slower than
         # fp32.
         if precision == "auto":
@@ -74,13 +68,30 @@ class Hardware:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bf16-mixed")
 
 
+def device_of(accelerator: str) -> str:
+    """Return the device cpu, cuda or mps; of "auto" the fastest that is here. Raises ValueError: it is not here."""
+    is_here = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }  # fastest first
+    available = [name for name, here in is_here.items() if here]
+    device = available[0] if accelerator == "auto" else accelerator
+    if device not in available:
+        raise ValueError(f"accelerator {accelerator} is not available here; choose auto or: {', '.join(available)}")
+    return device
+
+
 def tune(device: str, *, deterministic: bool = False) -> None:
-    """Choose the settings that PyTorch leaves to its users; docs/log/performance.md has the measured differences.
+    """Choose the settings that PyTorch leaves to its users, and count memory anew, as of another run in this process.
+
+    docs/log/performance.md has the measured differences.
 
     Args:
         device: cpu, cuda or mps.
         deterministic: a GPU adds in one order, and an operation that cannot do so raises RuntimeError.
     """
+    reset_peak_memory()
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it too, and reads it as it starts

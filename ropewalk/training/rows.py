@@ -1,4 +1,4 @@
-"""What a run says of itself: at its start, in the rows of metrics.jsonl, a line of each, and in training.json."""
+"""What a run says of itself: at its start, in the rows of metrics.jsonl, and in training.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ def training_row(progress: Progress, cfg: Config) -> dict[str, Any]:
 
 
 def validation_row(validation: dict[str, Any], metrics: dict[str, Tensor]) -> dict[str, Any]:
-    """What `loop.validate` has measured; and `metrics` of the encodings, of the texts that this rank read for it."""
+    """What `validate` has measured; and `metrics` of the encodings, of the texts that this rank read for it."""
     measured = {f"val/{name}": validation[name] for name in ("loss", "bits_per_byte", "error")}
     measured |= {f"position/{name}": float(value) for name, value in metrics.items()}
     return {name: value for name, value in measured.items() if value is not None}
@@ -92,17 +92,3 @@ def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, size: Mappin
         print(line)
     used = f"compile {hardware.compile}, kernels {hardware.kernels}".lower()
     print(f"device {hardware.device}, precision {hardware.precision}, {used}")
-
-
-def show(row: Mapping[str, Any], cfg: Config) -> None:
-    """Print a row of metrics.jsonl, with the time that the remaining steps will take."""
-    steps = cfg.trainer.max_steps
-    speed = row["tokens_per_s"]
-    text = f"step {row['step']}/{steps}  loss {row['train/loss']:.3f}  lr {row['lr']:.2e}  {speed:,.0f} tokens/s"
-    if "val/loss" in row:
-        text += f"  val loss {row['val/loss']:.3f}"
-    # The speed is rounded, and 0.0 after a process was suspended for hours; the first step alone says little of it.
-    if speed and row["step"] > 1:
-        tokens_left = (steps - row["step"]) * cfg.step_tokens
-        text += f"  {tokens_left / speed / 60:.1f} minutes left"
-    print(text, flush=True)

@@ -1,14 +1,17 @@
 """Files are whole or not there, also when several programs write one of them."""
 
-import gzip
+import errno
+import fcntl
 import json
 import os
 
 import pytest
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.files import atomic_write, read_bytes, sealed, unsealed, write_text
+from conf import files
+from conf.files import atomic_write, sealed, unsealed, whole_folder, write_text
 
 
 @pytest.fixture
@@ -35,16 +38,6 @@ def test_an_error_leaves_the_old_file_and_nothing_else(page):
     assert page.read_text() == "old"
 
 
-@pytest.mark.parametrize("opener", [open, gzip.open])
-def test_what_seems_to_have_no_end_is_not_read(tmp_path, opener):
-    """A hole of a file, or zeros that compress a thousandfold, would take all memory."""
-    with opener(tmp_path / "file", "wb") as written:
-        written.write(bytes(1000))
-    assert len(read_bytes(tmp_path / "file", 1000, opener)) == 1000
-    with pytest.raises(ValueError, match="more than"):
-        read_bytes(tmp_path / "file", 999, opener)
-
-
 def test_a_device_or_pipe_is_never_replaced(tmp_path):
     """As root `out=/dev/null` would make it a plain file for the whole machine."""
     pipe = tmp_path / "pipe"
@@ -64,6 +57,31 @@ def test_a_link_is_neither_replaced_nor_followed(page, tmp_path_factory):
         write_text(page, "near")
     assert page.is_symlink()
     assert far.read_text() == "old"
+
+
+def fill(folder):
+    with whole_folder(folder) as unfinished:
+        (unfinished / "file").write_text("whole")
+        if not folder.exists():
+            unfinished.replace(folder)
+    return os.listdir(folder)
+
+
+def test_a_file_system_without_flock_has_locks_too(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert fill(tmp_path / "a") == fill(tmp_path / "a") == ["file"]
+
+
+def test_whoever_waits_says_for_what_and_not_for_ever(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(files, "PATIENCE", 0)
+    monkeypatch.setattr(files, "LONGEST", 0)
+    held = tmp_path / ".a.lock"
+    with FileLock(held), pytest.raises(ValueError, match=r"\.a\.lock has been held .*: if no process fills .* delete"):
+        fill(tmp_path / "a")
+    assert f"waits for another process that fills {tmp_path / 'a'}" in capsys.readouterr().err
 
 
 SIMPLE = st.none() | st.integers() | st.floats() | st.text()

@@ -7,7 +7,7 @@ from conftest import ROOT
 
 from conf.errors import flatten
 from model.gpt import GPT
-from ropewalk.app.init_from import train_values
+from ropewalk.app.configure import train_values
 from ropewalk.app.resolve import check, resolve
 
 REQUIRED = {"text": ["data.files=*.txt"], "hf": ["data.path=parquet"]}

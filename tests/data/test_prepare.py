@@ -84,6 +84,51 @@ def test_copies_of_validation_documents_are_left_out(corpus, source, tmp_path):
     assert sum(split.repeated for split in more.prepared.values()) == 10
 
 
+OTHER_COPIES = {
+    "CRLF": lambda text: text.replace("\n", "\r\n"),
+    "CR": lambda text: text.replace("\n", "\r"),
+    "a line end more": lambda text: text + "\n",
+    "a byte order mark": lambda text: "\ufeff" + text,
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_COPIES)
+def test_a_copy_with_other_line_ends_is_a_copy(tmp_path, kind):
+    """In training it would be known text of the validation split."""
+    for i in range(20):
+        text = f"{i} rope\nwalk\n\n{'and so on ' * i}\n"
+        (tmp_path / f"{i}.txt").write_text(text, newline="")
+        (tmp_path / f"{i}-copy.txt").write_text(OTHER_COPIES[kind](text), newline="")
+    train, val = (
+        {text.split()[0] for text in documents_of(prepared(tmp_path, tmp_path / "cache"), name)}
+        for name in ("train", "val")
+    )
+
+    assert len(val) >= 2
+    assert not train & val
+
+
+def test_what_is_left_out_is_named_with_its_number(corpus, tmp_path):
+    (corpus / "blank.txt").write_text("")
+    source = prepared(corpus, tmp_path / "cache")
+
+    assert sum(split.without_text for split in source.prepared.values()) == 2
+    assert sum(split.not_utf8 for split in source.prepared.values()) == 1
+    assert all("repeated ones and" in str(split) for split in source.prepared.values())
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [("gb18030", "绳子走在码头上"), ("shift_jis", "縄は岸壁を歩く"), ("koi8-r", "канат"), ("utf-16", "绳子走在码头上")],
+)
+def test_text_of_another_encoding_is_refused(tmp_path, encoding, text):
+    """It would train as characters that stand for nothing."""
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_bytes((text * (i + 9)).encode(encoding))
+    with pytest.raises(ValueError, match=r"UTF-(8|16).* convert"):
+        prepared(tmp_path, tmp_path / "cache")
+
+
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory):
     root = tmp_path_factory.mktemp("intact")

@@ -1,9 +1,9 @@
 """Where documents come from, which options are refused, and which classes a configuration may name."""
 
 import inspect
-import math
+import json
 
-import datasets
+import pandas
 import pyarrow
 import pytest
 from conftest import ROOT, data_options
@@ -57,7 +57,7 @@ def test_a_long_line_is_cut_between_characters_and_nothing_is_lost(tmp_path, bef
     pieces = pieces_of(tmp_path, text, 64)
 
     assert b"".join(pieces) == text
-    assert len(pieces) == math.ceil(len(text) / 64)
+    assert max(map(len, pieces)) <= 128
 
     for piece in pieces[1:]:
         assert piece == character * (len(piece) // len(character))
@@ -141,37 +141,102 @@ def test_patterns_without_a_file_are_named(tmp_path, monkeypatch, pattern, messa
 def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "wide.txt").write_text("some text", encoding="utf-16")
 
-    with pytest.raises(ValueError, match=r"wide\.txt has NUL bytes, as UTF-16 .* convert"):
+    with pytest.raises(ValueError, match=r"wide\.txt has NUL bytes or another mark of UTF-16 .* convert"):
         prepared(tmp_path, tmp_path / "cache")
 
 
 TEXTS = [f"row {i} " + "wörd " * (i % 7) for i in range(50)]
+OTHERS = [None, "", "NA", "null", "nan", "a\r\nb", ' "quoted", with a comma', "\u2028 \x0b", "é" * 200_000]
+ROWS = [{"text": text, "number": number} for number, text in enumerate(TEXTS + OTHERS)]
+
+
+def write_rows(path, rows):
+    """Rows as a file of the format that its name ends in, by other programs than ours reads it with."""
+    kind = path.suffixes[0]
+    if kind == ".parquet":
+        pandas.DataFrame(rows).to_parquet(path, row_group_size=7)
+    elif kind == ".arrow":
+        with pyarrow.OSFile(str(path), "wb") as file:
+            table = pyarrow.Table.from_pylist(rows)
+            with pyarrow.ipc.new_stream(file, table.schema) as stream:
+                stream.write_table(table, max_chunksize=9)
+    else:
+        frame = pandas.DataFrame(rows)
+        text = {
+            ".csv": lambda: frame.to_csv(index=False),
+            ".json": lambda: json.dumps(rows, indent=1),
+            ".jsonl": lambda: frame.to_json(orient="records", lines=True, force_ascii=False),
+        }[kind]()
+        with pyarrow.output_stream(str(path)) as file:  # compressed as its name says
+            file.write(text.encode())
 
 
 @pytest.fixture
-def rows(tmp_path, monkeypatch):
+def rows(tmp_path):
     """A folder with the same rows in two files, whose texts are of different types."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     for name, kind in {"string": pyarrow.string(), "view": pyarrow.string_view()}.items():
         table = pyarrow.table({"text": pyarrow.array(TEXTS, kind), "number": range(50)})
         parquet.write_table(table, tmp_path / f"{name}.parquet")
     return tmp_path
 
 
-@pytest.mark.parametrize("file", ["string.parquet", "view.parquet"])
-def test_local_files_of_either_type_of_text_give_their_rows_and_are_prepared_once(rows, file):
-    cache = rows / "cache"
-    for _ in range(2):  # the second finds what the first has made
-        source = prepared(
-            None,
-            cache,
-            "HuggingFace",
-            path="parquet",
-            data_files=str(rows / file),
-        )
+def of_rows(folder, path, data_files):
+    """The documents of local files, and how many rows had no text."""
+    source = prepared(None, folder / "cache", "HuggingFace", path=path, data_files=data_files)
+    without = sum(split.without_text for split in source.prepared.values())
+    return sorted(documents_of(source, "train") + documents_of(source, "val")), without
 
-    assert sorted(documents_of(source, "train") + documents_of(source, "val")) == sorted(TEXTS)
-    assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
+
+@pytest.mark.parametrize("file", ["string.parquet", "view.parquet"])
+def test_local_files_of_either_type_of_text_are_prepared_once(rows, file):
+    for _ in range(2):  # the second finds what the first has made
+        assert of_rows(rows, "parquet", str(rows / file)) == (sorted(TEXTS), 0)
+
+    assert len([path for path in (rows / "cache").iterdir() if path.is_dir()]) == 1
+
+
+FILES = ["a.parquet", "a.arrow", "a.csv", "a.csv.gz", "a.json", "a.jsonl", "a.jsonl.gz", "a[1].jsonl.zst"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_row_of_a_file_is_a_document_and_those_without_text_are_counted(tmp_path, name):
+    """A text that looks like a missing value is a text, and its line ends are part of it."""
+    write_rows(tmp_path / name, ROWS)
+    kind = name.partition(".")[2].split(".")[0].removesuffix("l")
+
+    texts, without = of_rows(tmp_path, kind, str(tmp_path / name))
+
+    assert texts == sorted(TEXTS + OTHERS[2:])
+    assert without == 2
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "csv", "json"])
+def test_files_may_differ_in_their_other_columns(tmp_path, kind):
+    write_rows(tmp_path / f"0.{kind}", [{"text": text, "more": None} for text in TEXTS[:20]])
+    write_rows(tmp_path / f"1.{kind}", [{"more": 1.5, "text": text, "url": "u"} for text in TEXTS[20:]])
+
+    assert of_rows(tmp_path, kind, [str(tmp_path / f"[01].{kind}")]) == (sorted(TEXTS), 0)
+
+
+DAMAGED = {
+    "a.json": (b'{"text": 5}', "int in row 1, not text"),
+    "b.json": (b'{"text": "a"}\n["b"]', "row 2 is no object"),
+    "c.json": (b'{"text": "a"}\n{"text": ', "Expecting value"),
+    "d.json": (b'{"body": "a"}', "no column of text: there is body"),
+    "e.csv": (b"id;text\n1;a\n", "no column of text: there is id;text"),
+    "f.csv": (b'text\n"a\nb', "unexpected end of data"),
+    "g.parquet": (b"PAR1", "cannot be read"),
+    "h.arrow": (b"x", "cannot be read"),
+    "i.arrow": (b"", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_named_with_the_reason(tmp_path, name):
+    content, reason = DAMAGED[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name}.*{reason}"):
+        of_rows(tmp_path, name.partition(".")[2], str(tmp_path / name))
 
 
 def test_code_is_the_source_of_the_standard_library_without_its_tests():
@@ -182,7 +247,7 @@ def test_code_is_the_source_of_the_standard_library_without_its_tests():
     assert not {"test", "encodings"} & {name.partition("/")[0] for name in names}
 
 
-NO_TEXT = r"no column of text in parquet: it has text \(string\), number \(int64\)"
+NO_TEXT = r"no column of text: there is text \(string\), number \(int64\)"
 
 
 BAD_OPTIONS = [
@@ -190,10 +255,14 @@ BAD_OPTIONS = [
     ("TextFiles", {"files": "x", "document_bytes": 63}, r"data\.document_bytes=63"),
     ("StdlibCode", {"val_fraction": 1.0}, r"data\.val_fraction=1\.0: it should be less than 1"),
     ("HuggingFace", {"path": None}, r"data\.path=None: it should be a valid string"),
-    ("HuggingFace", {"path": "json"}, r"data\.path=json could not be loaded"),
+    ("HuggingFace", {"path": "json"}, r"data\.path=json: .*string\.parquet cannot be read"),
+    ("HuggingFace", {"path": "text"}, r"data\.path=text would drop line ends: data=text data\.files="),
     ("HuggingFace", {"text_field": "txt"}, rf"data\.text_field=txt is {NO_TEXT}"),
     ("HuggingFace", {"text_field": "number"}, rf"data\.text_field=number is {NO_TEXT}"),
-    ("HuggingFace", {"split": "dev"}, r"parquet could not be loaded.*data\.split=dev.*offline, use"),
+    ("HuggingFace", {"split": "dev"}, r"data\.split=dev is for a dataset on the hub"),
+    ("HuggingFace", {"subset": "en"}, r"data\.subset=en is for a dataset on the hub"),
+    ("HuggingFace", {"data_files": None}, r"data\.path=parquet reads local files: name them by data\.data_files"),
+    ("HuggingFace", {"data_files": "no.parquet"}, r"data\.data_files=no\.parquet matches no file"),
 ]
 
 

@@ -19,8 +19,9 @@ def nope(pe, q, k, v, x):
 
 
 def alibi(pe, q, k, v, x):
-    """arXiv 2108.12409: -m_h (i - j), the slopes m_h a geometric series."""
-    bias = -SLOPES[:, None, None] * PAST
+    """arXiv 2108.12409: -m_h (i - j), the slopes m_h a geometric series, or learned from there on."""
+    slopes = SLOPES if pe.log_factor is None else SLOPES * pe.log_factor.exp()
+    bias = -slopes[:, None, None] * PAST
     return dot(q, k) + bias
 
 
@@ -58,6 +59,9 @@ def fire(pe, q, k, v, x):
 
 def fox(pe, q, k, v, x):
     """arXiv 2503.02130: the sum of the logarithms of the forget gates between the two."""
+    if pe.gate is None:  # a gate for each head: the sum has as many terms as the distance is long
+        log_gates = F.logsigmoid(pe.gate_bias)
+        return dot(q, k) + log_gates[:, None, None] * PAST
     return dot(q, k) + forgotten(pe, x)
 
 
@@ -75,10 +79,12 @@ def relative(pe, q, k, v, x):
 CASES = [
     (nope, {}),
     (alibi, {}),
+    (alibi, {"learned": True}),
     (t5, {}),
     (kerple, {}),
     (fire, {"init_l": 40.0}),  # some queries before L, some after
     (fox, {}),
+    (fox, {"constant_gates": True, "decay_times": [0.5, 64.0]}),
     (relative, {}),
     (relative, {"max_distance": 3, "beyond": "zero"}),
     (relative, {"max_distance": 0}),

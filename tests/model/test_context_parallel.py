@@ -14,8 +14,8 @@ from conftest import ENCODINGS, PRESETS, build_gpt, gradients_of, read_at
 from process_helpers import CONTEXT
 
 from model.gpt import GPT
+from model.layout import IGNORE_INDEX, WHOLE
 from model.position.network import max_len_of, scales_of
-from model.reading import IGNORE_INDEX, WHOLE
 from ropewalk.training.context_parallel import Shared
 
 # What the YAMLs leave out.
@@ -27,11 +27,11 @@ OTHERS = {
 CASES = {name: {"name": name} for name in [*ENCODINGS, *PRESETS]} | OTHERS
 
 
-def loss_and_gradients(net: GPT, x: torch.Tensor, y: torch.Tensor, reading, encodings) -> list[torch.Tensor]:
+def loss_and_gradients(net: GPT, x: torch.Tensor, y: torch.Tensor, layout, encodings) -> list[torch.Tensor]:
     """Those of the parameters; of a text that ranks share the means over the ranks."""
-    loss = net(x, reading, encodings=encodings, targets=y)
+    loss = net(x, layout, encodings=encodings, targets=y)
     values = [loss.detach(), *gradients_of(loss, net)]
-    if reading is not WHOLE:
+    if layout is not WHOLE:
         for value in values:
             dist.all_reduce(value)
             value /= dist.get_world_size()

@@ -30,10 +30,10 @@ from lab.benchmarks.measure import peak_memory
 from model import gpt, position
 from model.cache import Cache
 from model.gpt import GPT
+from model.layout import Layout, packed
 from model.position import PositionEncoding
 from model.position.layer import make_context
-from model.position.network import max_len_of, scales_of, view
-from model.reading import Reading, packed
+from model.position.network import exact_above, max_len_of, scales_of, view
 
 TRAIN_LEN = 16
 LENGTH = 40  # beyond train_len, and within reach of a learned table at its default scale
@@ -69,6 +69,8 @@ OPTIONS = {
     "own gates": {"gates": "projection", "npos_max": 5},
     "shared": {"gates": "values", "shared": True},
     "turned values": {"values": True},
+    "constant gates": {"constant_gates": True},
+    "learned slopes": {"learned": True},
 }
 PARTS = {
     "local": ("rope", {"window": WINDOW}),
@@ -81,6 +83,8 @@ PLACES = [
     *slow_if_repeated(GATED, "-own gates"),
     *slow_if_repeated(GATED, "-shared"),
     *slow_if_repeated(["rope", "cope_rope"], "-turned values"),
+    *slow_if_repeated(["fox", "gated_delta", "path_fox"], "-constant gates"),
+    *slow_if_repeated(["alibi"], "-learned slopes"),
 ]
 
 
@@ -102,7 +106,7 @@ def network(name, pe=None, **cfg) -> GPT:
     return build_gpt(name, pe=pe, **cfg)
 
 
-def readings(net, longest=LENGTH):
+def at_scales(net, longest=LENGTH):
     """At each scale that an evaluation measures: the network, and the longest text up to `longest` that it can read."""
     for scale in scales_of(net.encodings):
         encodings = read_at(net, scale)
@@ -131,7 +135,7 @@ def close(found, expected, tolerance=1e-5):
 def test_reading_a_text_in_pieces_gives_the_logits_of_the_whole_text(placed, n_layer):
     """A prompt in pieces, and one token after the other."""
     net = network(**placed, n_layer=n_layer)
-    for read, length in readings(net):
+    for read, length in at_scales(net):
         idx = tokens(length)
         whole = read(idx)
         # Angles that follow the length of the text differ for the past: in a second layer the cache then holds what was
@@ -152,7 +156,7 @@ def test_reading_a_text_in_pieces_gives_the_logits_of_the_whole_text(placed, n_l
 @torch.no_grad()
 def test_logits_depend_on_no_later_token_and_on_no_text_read_before(placed):
     net = network(**placed)
-    for read, length in readings(net):
+    for read, length in at_scales(net):
         idx = tokens(length)
         first, second = idx.chunk(2, dim=1)
         half = first.size(1)
@@ -175,7 +179,20 @@ def test_logits_depend_on_no_later_token_and_on_no_text_read_before(placed):
 
 @torch.no_grad()
 def test_packed_documents_are_read_as_if_each_was_alone(placed):
-    net = network(**placed | {"train_len": LENGTH})
+    assert_read_alone(network(**placed | {"train_len": LENGTH}))
+
+
+@pytest.mark.parametrize("name", ["dynamic_ntk", "longrope"])
+@torch.no_grad()
+def test_packed_documents_are_as_long_as_they_are(name):
+    """Some are longer than original_len, others only with their padding, where these two rotate otherwise."""
+    pe = {"original_len": 21, "scale": 4.0}
+    net = network(name, train_len=LENGTH, pe=pe)
+    assert_read_alone(net, exact_above(net.encodings))
+
+
+def assert_read_alone(net, longest=None):
+    """Documents of 1 to 40 tokens, packed, have the logits that each has alone."""
     sizes_of_rows = [[40], [17, 23], [3, 1, 20, 2, 14]]
     idx = tokens(LENGTH, 3) % END
     documents = []
@@ -184,7 +201,7 @@ def test_packed_documents_are_read_as_if_each_was_alone(placed):
             document[-1] = END
             documents.append(document)
 
-    logits = net(idx, packed(idx, END))
+    logits = net(idx, packed(idx, END, longest))
 
     alone = [net(document[None])[0] for document in documents]
 
@@ -196,12 +213,12 @@ def test_absolute_encodings_and_only_they_notice_a_shift_of_all_positions(encodi
     net = network(encoding)
     is_absolute = any(type(pe).embed is not PositionEncoding.embed for pe in net.encodings)
 
-    for read, longest in readings(net, 1000):
+    for read, longest in at_scales(net, 1000):
         n = 4 if longest == TRAIN_LEN else TRAIN_LEN
         first = min(100, longest - n)
         positions = torch.arange(first, first + n)
         logits = read(tokens(n))
-        shifted = read(tokens(n), Reading((positions, n)))
+        shifted = read(tokens(n), Layout((positions, n)))
         tolerance = 1e-5 * logits.abs().max().item()
 
         assert torch.allclose(
@@ -229,12 +246,12 @@ def test_nothing_but_parameters_is_saved_and_an_encoding_changes_no_other_weight
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_logits_in_bf16_stay_near_those_in_fp32(encoding, precision):
     net = network(encoding)
-    exact = [read(tokens(length)) for read, length in readings(net)]
+    exact = [read(tokens(length)) for read, length in at_scales(net)]
     if precision == "bf16-true":
         net.to(torch.bfloat16)
 
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
-        rounded = [read(tokens(length)) for read, length in readings(net)]
+        rounded = [read(tokens(length)) for read, length in at_scales(net)]
 
     for found, expected in zip(rounded, exact, strict=True):
         error = (found - expected).abs().mean()
@@ -298,7 +315,7 @@ def test_gradients_in_bf16_are_near_those_in_float64(name, length):
 @pytest.mark.parametrize("name", slow_if_repeated(ENCODINGS))
 def test_compiled_gradients_equal_eager_ones_with_two_graphs_for_three_lengths(name):
     net = network(name, n_layer=1).train()
-    *_, (read, longest) = readings(net)
+    *_, (read, longest) = at_scales(net)
     compiled = torch.compile(net, fullgraph=True, backend="eager")
     torch._dynamo.reset()
     counters.clear()
@@ -322,7 +339,7 @@ def test_a_key_beyond_the_window_has_no_influence_and_the_cache_forgets_it(name)
     seen = WINDOW + net.encodings[0].lookback
     changed = 3
     end = changed + seen  # the first token that does not see it
-    for read, length in readings(net):
+    for read, length in at_scales(net):
         idx = tokens(length)
         other = idx.clone()
         other[:, changed] = 49 - idx[:, changed]

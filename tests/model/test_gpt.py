@@ -14,9 +14,9 @@ from model import position
 from model.cache import Cache
 from model.generation import generate
 from model.gpt import GPT
+from model.layout import packed
 from model.position import Shape
 from model.position.network import scales_of, with_parameters_of, with_window
-from model.reading import packed
 from model.size import flops_per_token
 
 FLAVOURS = [
@@ -238,10 +238,10 @@ def test_the_gradient_of_packed_documents_is_that_of_the_documents_one_by_one(na
         share = x.numel() / idx.numel()
         expected = expected + share * net(x[None], targets=y[None])
 
-    reading = packed(idx, END)
-    loss = net(idx, reading, targets=targets)
+    layout = packed(idx, END)
+    loss = net(idx, layout, targets=targets)
 
-    assert [rows.shape for rows in reading.rows] == [(3, 16), (3, 32)]  # at most half is padding
+    assert [rows.shape for rows in layout.rows] == [(3, 16), (3, 32)]  # at most half is padding
     assert_same(loss, expected, [*net.parameters()])
 
 

@@ -33,3 +33,12 @@ def test_initial_parameters_have_the_published_distribution(name, parameter, mea
 
     assert abs(float(values.mean()) - mean) < error * std
     assert float(values.std()) == pytest.approx(std, rel=error)
+
+
+def test_gates_start_such_that_heads_forget_over_the_decay_times():
+    """A geometric series of them: a key so many tokens away is weighed by 1/e."""
+    (pe,) = build_encodings(pe_options("fox", decay_times=[0.5, 128.0]), SHAPE._replace(n_head=5))
+    init_parameters(pe, torch.Generator().manual_seed(0))
+    weights = pe.gate_bias.detach().double().sigmoid() ** torch.tensor([0.5, 2.0, 8.0, 32.0, 128.0])
+
+    torch.testing.assert_close(weights, torch.full((5,), math.exp(-1), dtype=torch.float64), rtol=1e-5, atol=0)

@@ -73,5 +73,7 @@ def test_weights_of_different_families_are_told_apart():
     families = [family(name) for name in ("rope", "cope", "fox", "cope_rope", "fox_rope", "nope")]
     families += [family(name, layout="interleaved") for name in ("rope", "cope_rope")]
     families += [family("rope", temperature=temperature) for temperature in ("ssmax", "head")]
+    families += [family("fox", constant_gates=True), family("fox_rope", constant_gates=True)]
+    families += [family("alibi"), family("alibi", learned=True)]
 
     assert len(set(families)) == len(families)

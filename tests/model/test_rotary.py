@@ -202,6 +202,16 @@ def test_an_extension_of_an_extension_counts_from_the_first_length(name):
     assert once.logit_scale == twice.logit_scale
 
 
+def test_clipped_rope_fades_out_the_frequencies_that_p_rope_drops():
+    """arXiv 2602.05258: of n dropped pairs, the one of index m keeps (1 + cos(pi m / (n - 1))) / 2 of its frequency."""
+    n = 5
+    kept_shares = torch.tensor([1.0, 1.0, 1.0, *[(1 + math.cos(math.pi * m / (n - 1))) / 2 for m in range(n)]])
+    theta = 10_000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    pe = build_pe("clipped_rope", proportion=3 / 8, factor=2.0)
+
+    assert_close(pe.frequencies(64), theta * kept_shares / 2, rtol=1e-6, atol=0)
+
+
 def test_p_rope_at_auto_keeps_the_frequencies_that_make_a_full_turn_in_training():
     """Also where a longer training extends it."""
     theta = 10_000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)

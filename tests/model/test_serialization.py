@@ -1,7 +1,6 @@
 """A trained model on disk: what was changed in its files is refused, and no file is read without an end."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -34,19 +33,23 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "train_len", "original_len"])
-@pytest.mark.parametrize("value", [0, -1, 2**31, 10**30, 1e300])
-def test_numbers_out_of_range_are_refused(folder, key, value):
+@pytest.mark.parametrize("key", ["train_len", "original_len"])
+@pytest.mark.parametrize("value", [0, 16.5, 2**31])
+def test_lengths_out_of_range_are_refused(folder, key, value):
     path = folder / serialization.DESCRIPTION
     described = json.loads(path.read_text())
     path.write_text(json.dumps(described | {"checksum": None, key: value}))
 
-    with pytest.raises(ValueError, match=key):
+    with pytest.raises(ValueError, match=f"train_len={value} must be a whole number from 1"):
         serialization.describe(folder)
 
 
-def test_weights_without_an_end_are_refused(folder):
-    """A sparse file of 4 TB takes no room on a disk, but hours to read."""
-    os.truncate(folder / serialization.WEIGHTS, 2**42)
-    with pytest.raises(ValueError, match="cannot be read"):
-        serialization.load(folder)
+def test_an_original_length_without_a_checksum_is_not_believed_without_a_word(folder, capsys):
+    """Scalings count from it, so that a damaged one gives other results. Older versions wrote no checksum."""
+    path = folder / serialization.DESCRIPTION
+    described = json.loads(path.read_text())
+    del described["checksum"]
+    path.write_text(json.dumps(described | {"original_len": 49}))
+
+    assert serialization.describe(folder)["original_len"] == 49
+    assert "has no checksum, as of an older version: its original_len=49 is believed" in capsys.readouterr().out

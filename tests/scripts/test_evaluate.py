@@ -78,6 +78,18 @@ def test_every_measure_of_several_runs(make_run, evaluate):
         assert sorted(e.kind for e in load_all(run)) == ["by_position", "far_copies", "lengths", "reach", "ruler"]
 
 
+def test_a_checkpoint_is_measured_in_its_own_run(trained, evaluate):
+    """As eval.at measured it."""
+    run = trained("pe=rope", "eval.at=[4]", "eval.variants=[]", "trainer.keep_checkpoints=9")
+    before = {e.file_name: e.measured for e in load_all(run)}
+    for e in load_all(run):
+        if e.step == 4:
+            (run / "evals" / e.file_name).unlink()
+    evaluate(f"run={run}", "step=4", "device=cpu")
+
+    assert {e.file_name: e.measured for e in load_all(run)} == before
+
+
 MISTAKES = {
     "pe=yarn pe.beta_fats=3": "did you mean pe.beta_fast",
     "pe=nope": "pe=nope (no encoding) cannot read weights trained with rope",

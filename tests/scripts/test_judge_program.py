@@ -12,7 +12,7 @@ from scripts import judge as program
 @pytest.fixture
 def judge(train, script, monkeypatch):
     """`judge("pe=alibi", ...)` runs the command line on the small corpus and model of `train`."""
-    monkeypatch.setattr("train.show_results", lambda run: 0.0)
+    monkeypatch.setattr("train.page.show_results", lambda run: 0.0)
     monkeypatch.setattr(trials, "train_all", train_here)
     small = ("seeds=2", "eval.lengths=[1,4]")
     return lambda *arguments, code=None: script(program, *train.complete(*small, *arguments), code=code)

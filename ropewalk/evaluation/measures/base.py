@@ -1,4 +1,4 @@
-"""What is asked of a network: a measure is a plan of jobs, each a set of texts with the targets that count."""
+"""What is asked of a network: a measure is a plan of parts, each a set of texts with the targets that count."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from ropewalk.evaluation.results import Measured
 from ropewalk.evaluation.scoring import Scorer
 
 
-class Job(NamedTuple):
+class Part(NamedTuple):
     """A part of a measure."""
 
     length: int  # of its longest text
@@ -23,7 +23,7 @@ class Plan(NamedTuple):
 
     kind: str
     eval: dict[str, Any]  # the settings that decide the texts, see `ropewalk.evaluation.results.Evaluation`
-    jobs: list[Job]
+    parts: list[Part]
 
 
 class Measure(Section, ABC):

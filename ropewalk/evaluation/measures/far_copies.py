@@ -16,7 +16,8 @@ from torch import Tensor
 
 from conf.schema import Config
 from data.base import Data, EvalSet
-from ropewalk.evaluation.measures.base import Job, Plan
+from ropewalk.evaluation.measures.base import Part, Plan
+from ropewalk.evaluation.measures.lengths import longest_settings
 from ropewalk.evaluation.results import Measured
 from ropewalk.evaluation.scoring import Scorer
 
@@ -50,17 +51,15 @@ def repeats(tokens: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     return distances, (distances > 0) & (tokens == tokens[earlier])
 
 
-def far_copies(data: Data, cfg: Config) -> Plan | None:
-    """Return the measure for `cfg.eval`; None for tasks, and if no length is beyond train_len.
+def far_copies(data: Data, cfg: Config) -> Plan:
+    """Return the measure for `cfg.eval`, of text at a length beyond train_len.
 
     Targets after the first train_len are scored twice: with the whole text before them, and in windows of train_len
     tokens that overlap by half, which leave each target between train_len / 2 and train_len tokens of context.
     """
     length = max(cfg.lengths)
     short = cfg.train_len
-    texts = data.fully_scored(length, cfg.eval.sequences) if length > short else None
-    if texts is None:
-        return None
+    texts = data.fully_scored(length, cfg.eval.sequences)
     n = match_tokens(data, texts)
     octaves = int(np.log2(length)) + 1
 
@@ -96,16 +95,9 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
             measured.append(part)
         return measured
 
-    settings = {
-        "length": length,
-        "cut": short,
-        "match": n,
-        "sequences": cfg.eval.sequences,
-        "texts": texts.texts_hash,
-        # Earlier versions scored only tokens that are the same: their results must not be compared with these.
-        "continuations": 2,
-    }
-    return Plan("far_copies", settings, [Job(length, run)])
+    # Earlier versions scored only tokens that are the same: "continuations" tells their results apart.
+    settings = longest_settings(cfg) | {"cut": short, "match": n, "texts": texts.texts_hash, "continuations": 2}
+    return Plan("far_copies", settings, [Part(length, run)])
 
 
 def match_tokens(data: Data, texts: EvalSet) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from conf.schema import Config
 from data.base import Data, EvalSet, hash_texts
-from ropewalk.evaluation.measures.base import Job, Plan
+from ropewalk.evaluation.measures.base import Part, Plan
 from ropewalk.evaluation.results import Measured
 from ropewalk.evaluation.scoring import Scorer
 
@@ -27,51 +27,54 @@ def length_settings(cfg: Config) -> dict[str, Any]:
     return {"lengths": cfg.lengths, "target_tokens": cfg.target_tokens, "sequences": cfg.eval.sequences}
 
 
+def longest_settings(cfg: Config) -> dict[str, Any]:
+    """Return the settings that decide the texts of the measures at the longest length, besides the data."""
+    return {"length": max(cfg.lengths), "sequences": cfg.eval.sequences}
+
+
 def lengths(data: Data, cfg: Config) -> Plan:
     """Return the measure of the loss on the same targets at every length."""
     # The same texts at every length; only how much of them is read before the targets differs.
     sets = data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=cfg.eval.sequences)
-    settings = length_settings(cfg) | {"texts": hash_texts(*[part.texts_hash for part in sets])}
-    jobs = []
-    for part in sets:
-        optimum = cache(partial(_optimum, data, part))  # computed once for all variants
-        jobs.append(Job(part.length, partial(_score, data, part, optimum)))
-    return Plan("lengths", settings, jobs)
+    settings = length_settings(cfg) | {"texts": hash_texts(*[texts.texts_hash for texts in sets])}
+    parts = []
+    for texts in sets:
+        optimum = cache(partial(_optimum, data, texts))  # computed once for all variants
+        parts.append(Part(texts.length, partial(_score, data, texts, optimum)))
+    return Plan("lengths", settings, parts)
 
 
-def _score(data: Data, part: EvalSet, optimum: Callable[[int], np.ndarray | None], score: Scorer) -> list[Measured]:
-    sums = score(part)
+def _score(data: Data, texts: EvalSet, optimum: Callable[[int], np.ndarray | None], score: Scorer) -> list[Measured]:
+    sums = score(texts)
     if data.task:  # measured by its errors alone, so that no text is drawn for an optimum
-        return [sums.measured(part.length, texts=part, task=data.task, difficulty=part.name)]
-    return [sums.measured(part.length, optimum=optimum(len(sums.nats)), texts=part)]
+        return [sums.measured(texts.length, texts=texts, task=data.task, difficulty=texts.name)]
+    return [sums.measured(texts.length, optimum=optimum(len(sums.nats)), texts=texts)]
 
 
-def _optimum(data: Data, part: EvalSet, n: int) -> np.ndarray | None:
+def _optimum(data: Data, texts: EvalSet, n: int) -> np.ndarray | None:
     """Return the nats of the best possible predictor on the first `n` texts, [n, 1]; None if it is not known."""
-    batch_size = max(1, OPTIMUM_TOKENS // part.length)
+    batch_size = max(1, OPTIMUM_TOKENS // texts.length)
     sums = []
     for start in range(0, n, batch_size):
-        losses = data.optimum(*part.batch(start, min(n, start + batch_size)))
+        losses = data.optimum(*texts.batch(start, min(n, start + batch_size)))
         if losses is None:
             return None
         sums.append(losses.sum(dim=1, keepdim=True).numpy())
     return np.concatenate(sums)
 
 
-def by_position(data: Data, cfg: Config) -> Plan | None:
+def by_position(data: Data, cfg: Config) -> Plan:
     """Return the measure of the loss by position, in one pass at the longest length, in bins of equal width."""
     length = max(cfg.lengths)
-    part = data.fully_scored(length, cfg.eval.sequences)
-    if part is None:
-        return None
+    texts = data.fully_scored(length, cfg.eval.sequences)
     bins = torch.arange(length).chunk(BINS)
     # The bin of each position: all are as wide as the first, but the last one, which may be narrower.
     bin_of = torch.arange(length) // len(bins[0])
 
     def run(score: Scorer) -> list[Measured]:
-        sums = score(part, bin_of.expand(part.n, length), len(bins))
+        sums = score(texts, bin_of.expand(texts.n, length), len(bins))
         spans = [(int(positions[0]), int(positions[-1])) for positions in bins]
-        return [sums.measured(length, i, texts=part, span=span) for i, span in enumerate(spans)]
+        return [sums.measured(length, i, texts=texts, span=span) for i, span in enumerate(spans)]
 
-    settings = {"length": length, "bins": BINS, "sequences": cfg.eval.sequences, "texts": part.texts_hash}
-    return Plan("by_position", settings, [Job(length, run)])
+    settings = longest_settings(cfg) | {"bins": BINS, "texts": texts.texts_hash}
+    return Plan("by_position", settings, [Part(length, run)])

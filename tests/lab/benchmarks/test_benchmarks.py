@@ -8,7 +8,7 @@ from conftest import write_knots
 
 from conf.schema import parse
 from lab.benchmarks import measure, training
-from ropewalk.app import cli
+from ropewalk.app.compose import composed, plain
 from scripts import bench
 
 
@@ -32,8 +32,8 @@ def options(tmp_path):
         "encodings=[t5]",
         "lengths=[32]",
     ]
-    with cli.composed("bench", "mode=training", *small) as config:
-        return parse(bench.BenchOptions, cli.plain(config))
+    with composed("bench", "mode=training", *small) as config:
+        return parse(bench.BenchOptions, plain(config))
 
 
 def test_the_measured_memory_is_all_that_is_held_at_once():

@@ -9,11 +9,12 @@ import pytest
 import torch
 from conftest import snapshot, train_here
 
-from lab.board import board, page, rules, trials
+from conf.errors import ConfigError
+from conf.options import encoding
+from lab.board import board, counter, page, ranks, rules, trials
 from model.gpt import GPT
 from model.position.rotary import Rotary
 from model.size import n_parameters
-from ropewalk.app.cli import encoding
 from scripts import enter as program
 
 MINE = '''"""RoPE, as somebody writes it who has another idea."""
@@ -51,7 +52,7 @@ def entries(tmp_path, monkeypatch):
     monkeypatch.setattr(rules, "FEW", 2)
     monkeypatch.setattr(rules, "MANY", 3)
     monkeypatch.setattr(rules, "PROMISING", 0.0)
-    monkeypatch.setattr("train.show_results", lambda run: 0.0)
+    monkeypatch.setattr("train.page.show_results", lambda run: 0.0)
     monkeypatch.setattr(trials, "train_all", train_here)
     monkeypatch.setenv("ROPEWALK_PLUGINS", "board")
     monkeypatch.syspath_prepend(tmp_path)
@@ -121,6 +122,7 @@ class Heavy(Rotary):
     def __init__(self, shape, **options):
         super().__init__(shape, **options)
         self.unused = torch.nn.Parameter(torch.zeros(1000))
+        self.register_buffer("learned_elsewhere", torch.zeros(500))
 
     def reset_parameters(self, generator):
         torch.nn.init.zeros_(self.unused)
@@ -136,12 +138,48 @@ def test_size_and_cost_are_multiples_of_those_of_rope(monkeypatch):
     heavy = trials.configuration(*board.TEXTS, *TRACK, pe=rope | {"_target_": f"{__name__}.Heavy"})
     of_rope = n_parameters(GPT(heavy.model, rope, vocab_size=10, train_len=16))["total"]
 
-    parameters, cost = board.size_and_cost(heavy)
+    parameters, cost, reading = board.size_and_costs(heavy)
 
-    assert parameters == pytest.approx(1 + 1000 / of_rope, abs=1e-4)
+    assert parameters == pytest.approx(1 + 1500 / of_rope, abs=1e-4)
     assert cost > rules.COST
+    assert reading > rules.READING
+
+
+class Peeking(Rotary):
+    """RoPE that sees the mean of all values: where it is told to."""
+
+    longer, training_only = True, False
+
+    def attend(self, q, k, v, state, ctx):
+        out = super().attend(q, k, v, state, ctx)
+        if (k.size(2) > self.train_len) == self.longer and self.training >= self.training_only:
+            out = out + 1e-3 * v.mean(2, keepdim=True)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("longer", "training_only", "message"),
+    [
+        (True, False, "in training, at 128 tokens"),
+        (False, False, "in training, at 16 tokens"),
+        (True, True, "in training, at 128 tokens"),
+    ],
+)
+def test_who_reads_the_future_is_refused_at_both_lengths(longer, training_only, message, monkeypatch):
+    monkeypatch.setenv("ROPEWALK_PLUGINS", __name__)
+    monkeypatch.setattr(Peeking, "longer", longer)
+    monkeypatch.setattr(Peeking, "training_only", training_only)
+    cfg = trials.configuration(*board.TEXTS, *TRACK, pe=encoding("rope") | {"_target_": f"{__name__}.Peeking"})
+
+    with pytest.raises(ConfigError, match=f"reads the future: {message}"):
+        board.size_and_costs(cfg)
 
 
 def test_the_page_of_this_repository_is_what_its_verdicts_make():
     rows = rules.standings(board.verdicts(Path("board")))
-    assert page.markdown(rows, "board.svg") == Path("docs/board.md").read_text()
+    counted = counter.load(Path("board"))
+    assert page.markdown(rows, "board.svg", counted) == Path("docs/board.md").read_text()
+
+
+def test_what_the_board_predicts_stands_in_the_log():
+    assert ranks.table(Path()) in Path("docs/log/ranks.md").read_text()

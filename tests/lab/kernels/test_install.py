@@ -9,8 +9,8 @@ from conftest import ROOT, at_last_scale, attend, build_gpt, build_pe, gradients
 
 from conf.schema import Trainer
 from model import position
+from model.layout import PackedContext
 from model.position.layer import init_parameters
-from model.reading import PackedContext
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware
 
@@ -62,14 +62,14 @@ def test_a_network_learns_the_same_from_documents_in_place(name, pe, cfg):
     hardware = Hardware("cpu", "32-true", compile=False, kernels=True)
 
     def step():
-        read = distributed.reader_of(TRAINER, hardware, END, net.encodings)
+        read = distributed.packing_of(TRAINER, hardware, END, net.encodings)
         loss = net(idx, read(idx), targets=targets)
         return loss, *gradients_of(loss, net)
 
     expected = step()
     kernels.install(net.encodings)
 
-    assert distributed.reader_of(TRAINER, hardware, END, net.encodings).shared is not None
+    assert distributed.packing_of(TRAINER, hardware, END, net.encodings).shared is not None
     torch.testing.assert_close(step(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -102,13 +102,13 @@ def test_documents_are_in_place_only_where_all_encodings_read_them_there(name, o
     encodings = [build_pe("rope"), build_pe("kerple")]
     other = build_pe(name, train_len=200, **options)
 
-    assert kernels.reading_of(encodings, END) is None
+    assert kernels.layout_of(encodings, END) is None
 
     kernels.install([*encodings, other])
-    reading = kernels.reading_of(encodings, END)
-    _, _, contexts = reading.contexts([other], batch()[0], None)
+    layout = kernels.layout_of(encodings, END)
+    _, _, contexts = layout.contexts([other], batch()[0], None)
 
-    assert kernels.reading_of([*encodings, other], END) is None
+    assert kernels.layout_of([*encodings, other], END) is None
     assert isinstance(contexts[other], PackedContext)
 
 

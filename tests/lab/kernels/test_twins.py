@@ -47,6 +47,8 @@ CASES = {
     "own bias of the distance": ("own", {}, 129, FP32),
     "t5, window, 80 channels": ("t5", {"window": 40, "head_dim": 80}, 150, FP16),
     "fox, strong gates": ("fox_rope", {"window": 100, "gates": 12.0}, 128, FP32),
+    "fox, constant gates": ("fox", {"constant_gates": True}, 70, FP16),
+    "alibi, learned slopes": ("alibi", {"learned": True}, 70, FP16),
     "fire": ("fire", {"init_l": 20.0}, 100, FP32),
     "cope": ("cope", {}, 130, FP32),
     "cope, 16 bit": ("cope", {"scaling": "code"}, 130, FP16),

@@ -56,11 +56,11 @@ def test_a_window_of_32_reaches_no_further_than_its_layers():
 def test_a_variant_is_measured_by_its_own_encodings():
     net = network("rope")
     with_window = [view(pe, window=8) for pe in net.encodings]
-    (job,) = reach.Reach().plan(DATA, CFG).jobs
+    (part,) = reach.Reach().plan(DATA, CFG).parts
 
     def far(*encodings):
         """The shares of what lies at least 8 tokens back."""
-        results = job.run(Scorer(net, *encodings))
+        results = part.run(Scorer(net, *encodings))
         return [list(result.reach) for result in results if result.difficulty == "attention in layer 1"]
 
     assert not np.any(far(with_window))

@@ -1,10 +1,8 @@
-"""Text that comes from files stands for itself on Hydra's command line and in what Hydra composes."""
+"""Text that comes from files stands for itself on Hydra's command line."""
 
 from itertools import product
 
-from omegaconf import OmegaConf
-
-from ropewalk.app.cli import composed, literal, plain, quoted
+from ropewalk.app.compose import composed, plain, quoted
 
 PIECES = ["\\", "'", "${oc.env:SECRET}", "${", "$", "}", " ", "\n"]
 
@@ -16,8 +14,3 @@ def test_text_stands_for_itself(monkeypatch):
     overrides = [f"+texts.t{i}={quoted(text)}" for i, text in enumerate(texts)]
     with composed("pe/nope", *overrides) as config:
         assert [*plain(config)["texts"].values()] == texts
-
-    nested = {"list": [texts, {"text": texts[0], "none": None}], "number": 1.5, "truth": True}
-    config = OmegaConf.create(literal(nested))
-
-    assert OmegaConf.to_container(config, resolve=True) == nested

@@ -1,28 +1,36 @@
-"""A checkpoint that is opened is the one that lies there now, and says what it was trained to read."""
+"""A checkpoint is opened in its own run, where it lies now, and says what it was trained to read."""
 
 import shutil
 
 import pytest
+import torch
 
 import ropewalk
-from conf.files import read_json
+from ropewalk.app.init_from import opened
 
 OPTIONS = ["pe=rope", "trainer.keep_checkpoints=9", "eval.variants=[]", "eval.lengths=[1]"]
 
 
-def test_weights_that_were_replaced_are_not_opened_under_their_name(trained):
+def test_weights_of_a_checkpoint_are_never_stale(trained):
+    """Nor is another run made of them."""
     run = trained(*OPTIONS)
-    ropewalk.load(run, step=4)
     with pytest.raises(ValueError, match="no checkpoint of step 0"):
         ropewalk.load(run, step=0)
+    before = ropewalk.load(run, step=4).net.embedding.weight
     shutil.rmtree(run)
     trained(*OPTIONS, "trainer.max_steps=8")
-    with pytest.raises(ValueError, match=r"run-step4 holds earlier weights of \S+: rename or delete it"):
-        ropewalk.load(run, step=4)
+    now = ropewalk.load(run, step=4).net.embedding.weight
+    saved = torch.load(run / "checkpoints" / "step=4.ckpt")["model"]["embedding.weight"]
+
+    assert torch.equal(now, saved)
+    assert not torch.equal(now, before)
+    assert sorted(path.name for path in run.parent.iterdir() if path.is_dir()) == [run.name]
 
 
-def test_a_checkpoint_of_an_extended_model_has_the_length_that_it_was_extended_to(train, trained):
+def test_a_checkpoint_of_an_extended_model_has_the_length_that_it_was_extended_to(trained):
     base = trained(*OPTIONS, name="base")
-    ropewalk.load(trained(*OPTIONS, f"init_from={base}", "train_len=32", name="longer"), step=4)
-    for name in ("longer", "longer-step4"):
-        assert read_json(train.runs / name / "model.json")["original_len"] == 32
+    longer = trained(*OPTIONS, f"init_from={base}", "train_len=32", name="longer")
+    finished = opened(longer, step=4).description
+    (longer / "model.json").unlink()
+    assert opened(longer, step=4).description.items() <= finished.items()
+    assert finished["original_len"] == 32

@@ -2,8 +2,8 @@
 
 import pytest
 
+from conf.options import encoding
 from conf.schema import GPTConfig
-from ropewalk.app.cli import encoding
 from ropewalk.app.resolve import resolve_encoding, variants
 
 MODEL = GPTConfig(n_layer=2, n_head=2, dim=16).model_dump()

@@ -5,15 +5,17 @@ Architectures that are read and written again are tests of imports; here are enc
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
+import transformers
 from conftest import ENCODINGS, build_gpt, edit, pe_options
 from hf_models import VOCAB, assert_same_logits, exported, tokens
+from packaging.version import Version
 
-from model import serialization
 from model.generation import generate
 from model.position.network import at_scale, max_len_of, scales_of
 from ropewalk.hf import export, read_model
@@ -45,6 +47,8 @@ FACTORS = {
 }
 WINDOW_32 = {"local": pe_options("rope", window=32)}
 MIXED = {"pattern": ["global", "local"], "local": pe_options("rope", window=20), "global": pe_options("rope")}
+GLOBALS_FIRST = MIXED | {"pattern": ["global", "global", "local"]}
+TWO_BASES = MIXED | {"local": pe_options("rope", window=20, base=1e3)}
 # Each is written at its largest scale.
 EXPORTS = {name: dict(encoding=name) for name in ROTARY} | {
     "learned": dict(encoding="learned", model=GELU, bias=True, pe={"scale": 2.0}),
@@ -65,6 +69,11 @@ EXPORTS = {name: dict(encoding=name) for name in ROTARY} | {
     "qwen3 mixed": dict(encoding="hybrid", n_layer=4, qk_norm=True, pe=MIXED),
     "gemma3 mixed": dict(encoding="hybrid", n_layer=4, qk_norm=True, norm_at="both", pe=MIXED),
     "olmo3": dict(encoding="olmo3", n_layer=4, norm_at="after", qk_norm="projection"),
+    "olmo3 windows": dict(encoding="rope", norm_at="after", qk_norm="projection", pe={"window": 20, "base": 5e5}),
+    "olmo3 one window": dict(encoding="hybrid", n_layer=4, norm_at="after", qk_norm="projection", pe=MIXED),
+    "olmo3 two bases": dict(encoding="hybrid", n_layer=4, norm_at="after", qk_norm="projection", pe=TWO_BASES),
+    "gemma3 globals first": dict(encoding="hybrid", n_layer=4, norm_at="both", qk_norm=True, pe=GLOBALS_FIRST),
+    "gemma3 windows": dict(encoding="rope", norm_at="both", qk_norm=True, mlp="geglu", pe={"window": 20}),
     "smollm3": dict(encoding="smollm3", n_layer=5),
 }
 
@@ -80,7 +89,8 @@ def test_an_export_computes_the_same_in_transformers(name, tmp_path):
     assert_same_logits(net, model, TRAIN_LEN - 1, encodings)
     assert_same_logits(net, model, min(256, max_len_of(encodings) or 256), encodings)
 
-    if name != "learned":  # the old keys are there too, and say the same by themselves
+    card = (tmp_path / "out" / "README.md").read_text()
+    if name != "learned" and "before 5 " not in card:  # the old keys are there too, and say the same by themselves
         whole = read_model(tmp_path / "out").pe
         edit(tmp_path / "out" / "config.json", rope_parameters=...)
         assert read_model(tmp_path / "out").pe == whole
@@ -122,45 +132,44 @@ def test_what_transformers_lacks_is_refused_by_name(arguments, message, tmp_path
 
 
 @pytest.fixture
-def run(tmp_path):
-    """A run with plain RoPE."""
-    (tmp_path / "run").mkdir()
+def model():
+    """Plain RoPE, and what its model.json says."""
     net, pe = build("rope")
-    serialization.save(net, tmp_path / "run", pe=pe)
-    return tmp_path / "run"
+    return net, {"pe": pe, "original_len": net.train_len}
 
 
 @pytest.mark.parametrize(("eos", "expected"), [(3, [3, 5]), (7, 7)])
-def test_all_ends_of_a_text_are_kept(run, tmp_path, eos, expected):
+def test_all_ends_of_a_text_are_kept(model, tmp_path, eos, expected):
     """The tokenizer's files may name several; they stay if ours is one of them."""
 
     def write_tokenizer(folder):
         (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5], "temperature": 0.5}')
 
     out = tmp_path / "out"
-    export(run, out, eos_token_id=eos, tokenizer=write_tokenizer)
+    export(*model, out, eos_token_id=eos, tokenizer=write_tokenizer)
     for name in ("config.json", "generation_config.json"):
         assert json.loads((out / name).read_text())["eos_token_id"] == expected
 
 
-def test_export_overwrites_nothing_and_leaves_nothing_half_written(run, tmp_path):
+def test_export_overwrites_nothing_and_leaves_nothing_half_written(model, tmp_path):
     used = tmp_path / "used"
     used.mkdir()
-    export(run, used)  # it is empty
+    export(*model, used)  # it is empty
 
     for place in (used, used / "config.json"):
         with pytest.raises(ValueError, match="not an empty folder"):
-            export(run, place)
+            export(*model, place)
 
     with pytest.raises(ValueError, match="scale=8"):
-        export(run, tmp_path / "new", scale=8.0)
+        export(*model, tmp_path / "new", scale=8.0)
     with pytest.raises(ZeroDivisionError):  # when the weights are written
-        export(run, tmp_path / "new", tokenizer=lambda folder: 1 / 0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".new.lock", ".used.lock", "run", "used"]
+        export(*model, tmp_path / "new", tokenizer=lambda folder: 1 / 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".new.lock", ".used.lock", "used"]
 
 
 READER = """
 import sys, torch, transformers
+print(transformers.__version__)
 for folder in sys.argv[1:]:
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -173,28 +182,36 @@ for folder in sys.argv[1:]:
 
 @pytest.mark.skipif("OLDER_TRANSFORMERS" not in os.environ, reason="OLDER_TRANSFORMERS names no folder")
 @torch.no_grad()
-def test_an_older_version_computes_the_same_or_refuses(tmp_path):
-    """Of transformers, in a folder that `pip install --target` made, such as 4.51.3."""
+def test_an_older_version_computes_the_same_or_the_card_says_that_it_does_not(tmp_path):
+    """Of transformers, in a folder that `pip install --target` made, such as 4.51.3. It may also refuse."""
     expected = {}
     for name, arguments in EXPORTS.items():
         net, pe = build(**arguments)
         folder = tmp_path / name
         exported(net, pe, folder, scale=largest_scale(net))
-        config = json.loads((folder / "config.json").read_text())
-        # Before 4.53 all layers of Qwen had the window, or none; and all but each sixth of Gemma 3.
-        if len(set(config.get("layer_types", ""))) < 2 and config["model_type"] != "gemma3_text":
-            encodings = at_scale(net.encodings, largest_scale(net), TRAIN_LEN)
-            expected[folder] = net(tokens(128), encodings=encodings)[..., :VOCAB]
-            torch.save(tokens(128), folder / "tokens.pt")
+        encodings = at_scale(net.encodings, largest_scale(net), TRAIN_LEN)
+        expected[folder] = net(tokens(128), encodings=encodings)[..., :VOCAB]
+        torch.save(tokens(128), folder / "tokens.pt")
 
     environment = os.environ | {"PYTHONPATH": os.environ["OLDER_TRANSFORMERS"]}
     command = [sys.executable, "-c", READER, *expected]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    reader = subprocess.run(command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True)
 
+    version = Version(reader.stdout.splitlines()[0])
     read = [folder for folder in expected if (folder / "logits.pt").exists()]
 
+    assert version < Version(transformers.__version__)
     assert len(read) > len(EXPORTS) / 2
 
-    logits = {folder.name: torch.load(folder / "logits.pt") for folder in read}
-    ours = {folder.name: expected[folder] for folder in read}
-    torch.testing.assert_close(logits, ours, rtol=1e-4, atol=1e-4)
+    for folder in read:
+        warned = re.search(r"Transformers before (\S+) ", (folder / "README.md").read_text())
+        logits = torch.load(folder / "logits.pt")
+        if warned and version < Version(warned[1]):  # the warning is true
+            assert not torch.allclose(logits, expected[folder], rtol=1e-4, atol=1e-4), folder.name
+        else:
+            torch.testing.assert_close(logits, expected[folder], rtol=1e-4, atol=1e-4, msg=folder.name)
+
+
+def test_a_card_warns_of_no_version_without_a_reason(tmp_path):
+    exported(*build(encoding="rope"), tmp_path / "out")
+    assert "before" not in (tmp_path / "out" / "README.md").read_text()

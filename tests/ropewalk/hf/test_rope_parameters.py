@@ -71,6 +71,26 @@ def test_every_rope_type_is_read_and_written(kind, variant, style, tmp_path):
     assert_both_ways(model, tmp_path / "in", sorted(lengths))
 
 
+@pytest.mark.parametrize("original", [TOKENS // 4, float(TOKENS // 4)])
+@pytest.mark.parametrize(
+    ("kind", "section"), [("longrope", None), ("longrope", "rope_scaling"), ("yarn", "rope_scaling")]
+)
+def test_an_original_length_may_be_a_float_and_that_of_longrope_beside_the_settings(kind, section, original, tmp_path):
+    """As in models of Phi 3.5 that are published as Llama. The same length within the settings is the judge."""
+    model = hf_rope(kind)
+    for name in ("usual", "other"):
+        model.save_pretrained(tmp_path / name)
+        to_old_style(tmp_path / name)
+        edit(tmp_path / name / "config.json", "rope_scaling", **{ORIGINAL: TOKENS // 4})
+    edit(tmp_path / "other" / "config.json", "rope_scaling", **{ORIGINAL: ...})
+    edit(tmp_path / "other" / "config.json", section, **{ORIGINAL: original})
+
+    pe = read_model(tmp_path / "other").pe
+
+    assert pe == read_model(tmp_path / "usual").pe
+    assert pe["original_len"] == TOKENS // 4
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from conftest import edit
 
-from ropewalk.app.init_from import train_values
+from ropewalk.app.configure import train_values
 from ropewalk.app.resolve import resolve
 from ropewalk.run import directory, provenance
 from ropewalk.run.directory import RunDir, find, lock, read_config, read_metrics
@@ -178,13 +178,6 @@ def test_rows_that_are_damaged_or_cut_short(run):
 
     run.truncate_metrics(1)
     assert list(read_metrics(run.path)) == [{"step": 1}]
-
-
-def test_a_file_that_would_take_all_memory_is_refused(run):
-    """A few lines of aliases stand for a billion values."""
-    (run.path / "config.yaml").write_text("a: &x [1]\nb: [*x, *x]\n")
-    with pytest.raises(ValueError, match="has an alias"):
-        read_config(run.path)
 
 
 def test_nothing_is_written_into_another_run_that_takes_its_place(make, run):

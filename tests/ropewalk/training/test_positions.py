@@ -11,8 +11,8 @@ import torch
 from conftest import rows_of
 from scipy.stats import binomtest, chisquare
 
-from ropewalk.training.plan import draw_positions, draw_short_window
 from ropewalk.training.ranks import Ranks
+from ropewalk.training.schedule import draw_positions, draw_short_window
 
 
 def drawn(kind, length, max_position):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from conftest import build_gpt
 from torch.distributed.tensor import DTensor
 
-from model.reading import packed
+from model.layout import packed
 from ropewalk.training.hardware import Hardware
 from ropewalk.training.ranks import assign, full_tensor, shard
 

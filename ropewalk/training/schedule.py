@@ -10,12 +10,12 @@ import torch
 
 from conf.schema import Config
 from model.gpt import GPT
+from model.layout import Positions
 from model.position import Shape, build_encodings
 from model.position.network import Encodings, with_parameters_of, with_window
-from model.reading import Positions
 
 
-class Plan:
+class Schedule:
     """The encodings of each step: those of its stage of training, with short windows where the step draws them.
 
     An encoding derives tables and scales from the training length in its constructor. So that a stage trains as a run

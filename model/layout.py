@@ -1,6 +1,6 @@
-"""How a batch is read: whole texts, or packed documents. `lab` and the ranks of a run bring readings of their own.
+"""How texts lie in a batch: one in each row, or packed. `lab` and the ranks of a run bring layouts of their own.
 
-A reading makes, for each encoding, the context that its layers attend with. A context has the methods `attend` and
+A layout makes, for each encoding, the context that its layers attend with. A context has the methods `attend` and
 `earlier` of `model.attention.Context`, so the network asks nobody what a batch is.
 """
 
@@ -29,8 +29,8 @@ SHORTEST = 16
 
 
 @dataclass(eq=False)
-class Reading:
-    """Base of the readings. By itself it reads each row as one text, or as the next tokens of the one in the cache."""
+class Layout:
+    """Base of the layouts. By itself each row is one text, or the next tokens of the one in the cache."""
 
     # Where the tokens, those in the cache included, stand in a longer text whose other tokens are left out; and its
     # length.
@@ -64,11 +64,11 @@ class Reading:
         return x
 
 
-WHOLE = Reading()  # whole texts, from position 0 on
+WHOLE = Layout()  # whole texts, from position 0 on
 
 
 @dataclass(eq=False, kw_only=True)
-class Packed(Reading):
+class Packed(Layout):
     """Documents as documents: in a batch of packed rows, the attention of every layer stays within each document.
 
     A piece is the part of a document that lies in one packed row. For attention every piece becomes a row of its own,
@@ -87,7 +87,7 @@ class Packed(Reading):
     def contexts(
         self, encodings: Iterable[PositionEncoding], idx: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Tensor, Contexts]:
-        """As `Reading.contexts`: the positions are [B, T], within pieces, and each width has one set of tables."""
+        """As `Layout.contexts`: the positions are [B, T], within pieces, and each width has one set of tables."""
         assert cache is None  # no text is continued by packed documents
         device = idx.device
         on_device = Packed(
@@ -130,11 +130,15 @@ class PackedContext:
         return [before * (self.documents.pos >= k)[..., None] for k, before in enumerate(shifted)]
 
 
-def packed(idx: Tensor, end: int | None) -> Reading:
-    """The reading of token ids `idx` int64 [B, T], on the CPU, in which each document ends in the token `end`.
+def packed(idx: Tensor, end: int | None, exact_above: int | None = None) -> Layout:
+    """The layout of token ids `idx` int64 [B, T], on the CPU, in which each document ends in the token `end`.
 
     Without an `end`, or if no row has tokens of two documents, the rows are whole texts. Pieces are padded to the next
     power of two, or T, by repeating their last token, which no token before it can see.
+
+    Args:
+        exact_above: pieces of more tokens than this are not padded, and shorter ones to no more: an encoding asks how
+            long these texts are. See `model.position.network.exact_above`.
     """
     if end is None:
         return WHOLE
@@ -150,9 +154,11 @@ def packed(idx: Tensor, end: int | None) -> Reading:
 
     # All pieces of one width are one call of attention, so widths should be few. A power of two at most doubles a piece
     # that is not shorter than SHORTEST.
-    doubled = SHORTEST * 2 ** torch.arange(length.bit_length())  # to beyond the length
-    all_widths = torch.cat((doubled[doubled < length], torch.tensor([length])))  # ascending
-    widths = all_widths[torch.searchsorted(all_widths, sizes)]  # of each piece the least that holds it
+    longest = min(length, exact_above or length)
+    doubled = SHORTEST * 2 ** torch.arange(longest.bit_length())  # to beyond the longest
+    all_widths = torch.cat((doubled[doubled < longest], torch.tensor([longest])))  # ascending
+    padded = all_widths[torch.searchsorted(all_widths, sizes.clamp(max=longest))]  # the least that holds each piece
+    widths = padded.maximum(sizes)
     rows = []
     place = torch.empty(total, dtype=torch.long)
     n_placed = 0  # tokens in `rows` so far, padding included
@@ -171,23 +177,25 @@ def packed(idx: Tensor, end: int | None) -> Reading:
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Says how the batches of a run are read.
+class Packing:
+    """How the texts of a run are packed in its batches: it makes the layout of each batch.
 
     Args:
         document_end: the token that ends a document, beyond which no attention looks back; None: rows are whole texts.
-        shared: the reading of all batches, of ranks that share each text or of documents in place; None: that of each
+        shared: the layout of all batches, of ranks that share each text or of documents in place; None: that of each
             batch is made of its tokens.
         ranks_per_text: the number of these ranks.
+        exact_above: see `packed`.
     """
 
     document_end: int | None = None
-    shared: Reading | None = None
+    shared: Layout | None = None
     ranks_per_text: int = 1
+    exact_above: int | None = None
 
-    def __call__(self, idx: Tensor) -> Reading:
-        """The reading of a batch of token ids int64 [B, T], best on the CPU."""
-        return self.shared or packed(idx, self.document_end)
+    def __call__(self, idx: Tensor) -> Layout:
+        """The layout of a batch of token ids int64 [B, T], best on the CPU."""
+        return self.shared or packed(idx, self.document_end, self.exact_above)
 
 
 def _take(x: Tensor, places: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from planted import Texts
 
 from conf.files import write_json
 from data.base import IGNORE_INDEX
-from ropewalk.evaluation import loop
+from ropewalk.evaluation.evaluator import Evaluator
 from ropewalk.evaluation.measures import lengths
 from ropewalk.evaluation.results import load_all
 from ropewalk.evaluation.scoring import Scorer
@@ -44,7 +44,8 @@ def config(pe=None, target_tokens=8, **evaluation):
 def measure(tmp_path):
     """`measure(net, cfg)` measures the network of a run after step 7."""
     write_json(tmp_path / "environment.json", {"run_id": "id", "starts": []})
-    return lambda net, cfg: loop.measure(net, DATA, cfg, CPU, tmp_path, run_id="id", step=7)
+    run = SimpleNamespace(path=tmp_path, run_id="id")
+    return lambda net, cfg: Evaluator(net, DATA, cfg, CPU).measure(run, step=7)
 
 
 def losses_of(net, part):
@@ -57,7 +58,7 @@ def losses_of(net, part):
 
 def test_validation_leaves_tokens_without_bytes_out_of_the_bits():
     net = build_gpt("rope")
-    validation = loop.validate(net, DATA, config())
+    validation = Evaluator(net, DATA, config(), CPU).validate()
 
     losses, y = losses_of(net, DATA.validation(TRAIN_LEN, 96))
     size = TOKEN_BYTES[y]
@@ -134,7 +135,7 @@ def test_nothing_is_written_into_another_run_that_takes_its_place(measure, tmp_p
 
 
 def test_a_rehearsal_finds_what_would_fail():
-    loop.rehearse(build_gpt("rope"), DATA, config(by_position=True, far_copies=True), hardware=CPU)
+    Evaluator(build_gpt("rope"), DATA, config(by_position=True, far_copies=True), CPU).rehearse()
     bad = Texts(DATA.tokens + IGNORE_INDEX)
     with pytest.raises(IndexError):
-        loop.rehearse(build_gpt("rope"), bad, config(), hardware=CPU)
+        Evaluator(build_gpt("rope"), bad, config(), CPU).rehearse()

@@ -1,0 +1,108 @@
+"""RoPE in float64 by the settings of a config.json, as transformers defines them."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+DEFAULTS = {
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+    # What only faults change.
+    "so_far": 0,  # tokens in the longest text before
+    "first": 0,  # position of the first token
+    "change": np.positive,  # of the frequencies
+    "interleaved": False,  # pairs of channels: (2i, 2i + 1) instead of (i, i + D / 2)
+}
+
+
+def settings(config: dict[str, Any], kind: str = FULL, length: int = 1) -> dict[str, Any]:
+    """Return the rotary settings of a kind of layer in a text of `length` tokens, with all that follows from them.
+
+    Args:
+        config: content of a config.json, with `rope_parameters` (transformers 5; also by kind of layer) or with
+            `rope_theta` and `rope_scaling` (transformers 4; Gemma 3 has a `rope_local_base_freq` for sliding layers).
+    """
+    is_new = bool(config.get("rope_parameters"))
+    given = config["rope_parameters"] if is_new else config.get("rope_scaling") or {}
+    given = given.get(kind, given)
+    if not is_new and kind == SLIDING and "rope_local_base_freq" in config:
+        given = {"rope_theta": config["rope_local_base_freq"]}
+
+    # None is the default, and so is 0 for beta_slow.
+    s = DEFAULTS | config | {name: value for name, value in given.items() if value or value is False}
+    s |= {"config": config, "is_new": is_new, "kind": kind, "length": length}
+    s["rope_type"] = s.get("rope_type") or s.get("type", "default")
+    s["original"] = s.get("original_max_position_embeddings") or s["max_position_embeddings"]
+    s["factor"] = s.get("factor") or s["max_position_embeddings"] / s["original"]
+    s["head_dim"] = s.get("head_dim") or s["hidden_size"] // s["num_attention_heads"]
+    rotated = int(s["head_dim"] * s["partial_rotary_factor"])
+    # The exponents of p-RoPE are those of the whole head.
+    s["dim"] = s["head_dim"] if s["rope_type"] == "proportional" else rotated
+    s["pairs"] = s["dim"] // 2
+    s["kept"] = rotated // 2
+    s["attention_factor"] = s.get("attention_factor") or attention_factor(s)
+    return s
+
+
+def attention_factor(s: dict[str, Any]) -> float:
+    """Return the attention factor of settings that do not name it."""
+    log = math.log(max(s["factor"], 1))
+    if s["rope_type"] == "longrope":
+        return math.sqrt(1 + log / math.log(s["original"]))
+    if s["rope_type"] != "yarn":
+        return 1.0
+    if s.get("mscale") and s.get("mscale_all_dim"):  # DeepSeek
+        return (1 + 0.1 * s["mscale"] * log) / (1 + 0.1 * s["mscale_all_dim"] * log)
+    return 1 + 0.1 * log
+
+
+def inv_freq(s: dict[str, Any]) -> np.ndarray:
+    """Return the frequencies [D / 2] in radians per token. Raises ValueError: their type is unknown."""
+    kind = s["rope_type"]
+    factor = s["factor"]
+    index = np.arange(s["pairs"])
+    base = s["rope_theta"]
+    if kind == "dynamic":  # the base grows with a text beyond the length of the model
+        growth = 1 + factor * (max(s["length"] / s["max_position_embeddings"], 1) - 1)
+        base = base * growth ** (s["dim"] / (s["dim"] - 2))
+    plain = float(base) ** (-2 * index / s["dim"])
+
+    if kind in ("default", "dynamic"):
+        return plain
+    if kind == "linear":
+        return plain / factor
+    if kind == "proportional":
+        return plain * (index < s["kept"]) / factor
+    if kind == "longrope":
+        return plain / (s["long_factor"] if s["length"] > s["original"] else s["short_factor"])
+    if kind == "llama3":
+        turns = s["original"] * plain / (2 * math.pi)
+        kept = np.clip((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"]), 0, 1)
+        return plain * (kept + (1 - kept) / factor)
+    if kind != "yarn":
+        raise ValueError(f"rope_type={kind!r} is unknown here")
+
+    # Indices of the pairs that make so many turns within the original length: original * plain = 2 pi turns.
+    turns_per_radian = s["original"] / (2 * math.pi)
+    low = s["dim"] / 2 * math.log(turns_per_radian / s["beta_fast"], base)
+    high = s["dim"] / 2 * math.log(turns_per_radian / s["beta_slow"], base)
+    if s["truncate"]:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, s["dim"] - 1)
+    kept = 1 - np.clip((index - low) / ((high - low) or 0.001), 0, 1)
+    return plain * (kept + (1 - kept) / factor)
+
+
+def turns(s: dict[str, Any], positions: Any) -> np.ndarray:
+    """Return the rotation of queries and of keys at positions [T], times the attention factor: complex [T, D / 2]."""
+    # Faults may change the frequencies and the position of the first token.
+    frequencies = s["change"](inv_freq(s))
+    return s["attention_factor"] * np.exp(1j * np.outer(np.add(positions, s["first"]), frequencies))

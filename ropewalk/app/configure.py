@@ -1,0 +1,164 @@
+"""The configuration of a run: what was typed, over the model that it starts from, over what Hydra has composed."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from conf.errors import ConfigError, flatten
+from conf.options import encoding, file_of, options_of, over
+from conf.schema import Config
+from ropewalk.app.compose import composed, plain
+from ropewalk.app.resolve import (
+    Options,
+    base_model,
+    check,
+    load_config,
+    readable,
+    resolve,
+    shared_options,
+    variants,
+    with_variants,
+)
+from ropewalk.run.directory import data_options, find
+from ropewalk.run.processes import started_by
+
+
+def train_values(*overrides: str) -> dict[str, Any]:
+    """The values of train.py's command line with these overrides, not yet checked."""
+    with composed("train", *overrides) as config:
+        return merged(config)
+
+
+def configure(config: DictConfig) -> Config:
+    """Return the configuration of a run, checked, with nothing left open but what a machine decides.
+
+    On rank zero prints which settings a published model brings, and a warning if the learning rate never leaves its
+    warm-up.
+
+    Args:
+        config: what Hydra has composed from conf/train.yaml.
+
+    Raises ValueError: a line for each mistake.
+    """
+    cfg = resolve(merged(config))
+    if started_by().rank == 0 and _takes_extend(config):
+        print("settings of experiment=extend hold where yours say nothing")
+    warmup, steps = cfg.optim.warmup_steps, cfg.trainer.max_steps
+    if started_by().rank == 0 and warmup >= steps > 0:
+        print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)
+    return cfg
+
+
+def merged(config: DictConfig) -> dict[str, Any]:
+    """Return the values that Hydra has composed, with those of the model that `init_from` names, if any, beneath.
+
+    What the user typed holds, or else the model's architecture, encoding and tokenizer. An encoding that is chosen
+    takes over the options that both have, but for the scale. A model of transformers brings a short fine-tuning.
+
+    Raises ValueError: there is no such model, a choice contradicts its weights, or they belong to another family of
+    encodings.
+    """
+    values = plain(config)
+    values["pe"] = encoding(values.get("pe", {}))
+    if values["init_from"] is None:
+        return values
+    source = str(values["init_from"])
+    base = base_model(source)
+    chosen = typed()
+    beneath: dict[str, Any] = {"model": base["model"], "data": _tokenizer_of(source, values["data"])}
+    if "pe" in chosen:
+        beneath["pe"] = shared_options(base, values["pe"])
+    else:
+        beneath["pe"] = base["pe"]
+        values["pe"] = {key: value for key, value in values["pe"].items() if f"pe.{key}" in chosen}
+    if _takes_extend(config):
+        beneath |= options_of("experiment", "extend")
+    if not values["trainer"]["max_steps"]:  # without training the weights stay those of their own length
+        beneath["train_len"] = base["train_len"]
+    # Of these two groups an option that is chosen keeps what it does not share with the model; one of `model` all.
+    values = over(beneath, values, chosen - {"pe", "data"})
+    if not values["init_partial"]:
+        _check_fit(source, base, values)
+    return values
+
+
+def _takes_extend(config: DictConfig) -> bool:
+    """Whether a run starts from a model of transformers, and no experiment is chosen: it is a short fine-tuning."""
+    return str(config.init_from).startswith("hf:") and "experiment" not in typed()
+
+
+def typed() -> set[str]:
+    """The keys and groups that the user has given: on the command line, or by the chosen experiments."""
+    if not HydraConfig.initialized():
+        return set()
+    program = HydraConfig.get()
+    keys: set[str] = set()
+    for override in OverridesParser.create().parse_overrides([*program.overrides.task]):
+        keys |= flatten({override.key_or_group: override.value()}).keys()
+    chosen = program.runtime.choices.get("experiment")
+    if chosen:
+        keys.add("experiment")
+        for name in [chosen] if isinstance(chosen, str) else chosen:
+            keys |= _given_by("experiment", name)
+    return keys
+
+
+def _given_by(group: str, name: str) -> set[str]:
+    """The keys and groups that an option gives, itself or by those that it is built on."""
+    path = file_of(group, name)
+    if path is None:
+        return set()
+    values: Any = OmegaConf.to_container(OmegaConf.load(path))
+    chosen = values.pop("defaults", [])
+    keys = {*flatten(values)}
+    for entry in chosen:
+        if isinstance(entry, Mapping):
+            keys |= {key.removeprefix("override ").lstrip("/") for key in entry}
+        else:
+            keys |= _given_by(group, entry)
+    return keys
+
+
+def _tokenizer_of(source: str, data: Options) -> dict[str, Any]:
+    """The tokenizer of the model `source`, for data that have one."""
+    if source.startswith("hf:"):
+        theirs: Options = {"tokenizer": source}
+    else:
+        theirs = data_options(find(source), cache_dir="")  # of which only the tokenizer is used
+    return {key: value for key, value in theirs.items() if key == "tokenizer" and key in data}
+
+
+def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the weights of the model `base` fit the network that `values` describe."""
+    for key, value in values["model"].items():
+        theirs = base["model"].get(key)
+        if value != theirs and key not in ("dropout", "init_std"):  # another value of these fits the same weights
+            remedy = "leave it out, or take what fits with init_partial=true"
+            raise ConfigError(f"model.{key}={value} contradicts {source}, which has {theirs}: {remedy}")
+    readable(base, values["pe"], remedy="init_partial=true starts from them all the same", dropping=True)
+
+
+def evaluation(path: Path, trained: Options, pe: Options | None, asked: Options) -> Config:
+    """Return the configuration of the run at `path`; what was typed of `asked`, the program's `eval`, holds.
+
+    With `pe`, which the command line chose, that encoding is the only variant. `trained` is what model.json says.
+    Raises ValueError: the run is damaged, or an encoding cannot read its weights.
+    """
+    values = load_config(path).model_dump()
+    # What is read is the network of model.json, which carries a checksum.
+    values |= {key: trained[key] for key in ("model", "pe", "train_len")}
+    evaluation = over(values["eval"], asked, typed(), "eval.")
+    cfg = check(values | {"eval": evaluation, "runs_dir": str(path.parent), "name": path.name})
+    wanted = [chosen_variant(trained, pe)] if pe else cfg.eval.variants or []
+    return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
+
+
+def chosen_variant(trained: Options, pe: Options) -> dict[str, Any]:
+    """The encoding `pe` of a program's command line, as one of the `variants` of a trained model."""
+    chosen = encoding(pe)
+    return variants(trained, [over(shared_options(trained, chosen), chosen, typed(), "pe.")])[0]

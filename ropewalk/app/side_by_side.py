@@ -1,0 +1,202 @@
+"""Programs side by side, each in a process of its own with a log of its own: on each core one, or on each GPU.
+
+A step of a small network is a row of small operations, of which a second thread gains little, and a second process all.
+Nothing here imports PyTorch until it is asked which devices there are.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.live import Live
+
+from ropewalk.run.stop import INTERRUPTED, STOPPED, noting_signals
+
+# Environment variables of the processes that are started here: the id of this one, with which they end, and the file
+# handle that takes the result of their task as JSON.
+LAUNCHER = "ROPEWALK_LAUNCHER"
+RESULT = "ROPEWALK_RESULT"
+POLL = 0.1  # seconds between two looks at the processes
+REPORT = 60  # seconds between two lines about what runs, where there is no terminal
+Place = Mapping[str, str]  # environment variables that give a process its device
+
+
+class Ended(NamedTuple):
+    """How a process ended."""
+
+    problem: str  # what went wrong, or ""
+    result: bytes  # what its task returned, as JSON
+
+
+@dataclass
+class Running:
+    process: subprocess.Popen
+    place: Place
+    log: Path
+    result: int  # the end of a pipe to read from
+    started: float = field(default_factory=time.monotonic)
+
+
+def places_of(trainer: Mapping[str, Any], n_jobs: int | None = None) -> list[Place]:
+    """Where runs with the options `trainer` train at the same time: on each core, as far as memory allows, or GPU.
+
+    A run of several processes has the whole machine.
+
+    Args:
+        n_jobs: how many at the same time, whatever there is; None: one on each.
+    """
+    from ropewalk.training.hardware import device_of
+
+    if trainer.get("strategy") in ("ddp", "fsdp") or trainer.get("devices", 1) != 1:
+        return [{}]
+    device = device_of(trainer.get("accelerator", "auto"))
+    places = {"cuda": _gpus, "cpu": _cores}.get(device, lambda: [{}])()
+    n = n_jobs or len(places)
+    if device == "cpu" and n > 1:
+        return [{"OMP_NUM_THREADS": "1"}] * n
+    return [places[i % len(places)] for i in range(n)]
+
+
+def _gpus() -> list[Place]:
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else map(str, range(torch.cuda.device_count()))
+    return [{"CUDA_VISIBLE_DEVICES": name} for name in names]
+
+
+def _cores() -> list[Place]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit of this container
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return [{}] * max(1, min(cores, memory // 2**31))  # 2 GiB for a process: more than a small network takes
+
+
+def run_all(commands: Mapping[str, Sequence[str]], places: Sequence[Place], logs: Path) -> dict[str, Ended]:
+    """Run Python programs side by side, and print a line when one ends. One that fails harms no other.
+
+    Args:
+        commands: of each name the arguments of Python. What a program prints is added to NAME.txt in the folder `logs`.
+        places: where they run, see `places_of`.
+
+    Returns:
+        How each ended.
+
+    Raises:
+        SystemExit: stopped by a signal, after all programs have stopped. The same call goes on.
+    """
+    waiting = [*commands]
+    free = [*places][: len(waiting)]
+    if waiting:
+        print(f"{len(waiting)} to run, {len(free)} at once; what they print is in {logs}", flush=True)
+        logs.mkdir(parents=True, exist_ok=True)
+    at_once = len(free)
+    running: dict[str, Running] = {}
+    ended: dict[str, Ended] = {}
+    seconds: list[float] = []  # that those which ended took
+    with noting_signals() as signals, _shown(running) as show:
+        while waiting or running:
+            if signals:
+                waiting.clear()
+                for one in running.values():
+                    # Also after Ctrl-C, which has reached them all if it came from a terminal: a second one would kill.
+                    one.process.terminate()
+                _wait(running)
+                break
+            while waiting and free:
+                name = waiting.pop(0)
+                running[name] = _start(commands[name], free.pop(0), logs / f"{name}.txt")
+            for name, one in [*running.items()]:
+                if one.process.poll() is not None:
+                    del running[name]
+                    free.append(one.place)
+                    ended[name] = _outcome(one)
+                    seconds.append(time.monotonic() - one.started)
+                    left = len(commands) - len(ended)
+                    minutes = left / at_once * sum(seconds) / len(seconds) / 60
+                    about = f", about {minutes:.0f} min" if left else ""
+                    print(f"{name}: {ended[name].problem or 'done'}; {left} left{about}", flush=True)
+            show()
+            time.sleep(POLL)
+    if signals:
+        print(f"{signals[0]}: stopped, {len(ended)} of {len(commands)} had ended; the same command goes on", flush=True)
+        raise SystemExit(INTERRUPTED if "SIGINT" in signals else STOPPED)
+    return ended
+
+
+def _start(command: Sequence[str], place: Place, log: Path) -> Running:
+    reader, writer = os.pipe()
+    environment = {**os.environ, **place, LAUNCHER: str(os.getpid()), RESULT: str(writer)}
+    if "OMP_NUM_THREADS" in os.environ:  # the user's own choice
+        environment["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"]
+    environment.pop("HYDRA_FULL_ERROR", None)  # set by the command line of this process
+    with log.open("a") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-u", *command], env=environment, pass_fds=[writer], stdin=subprocess.DEVNULL,
+            stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    os.close(writer)
+    return Running(process, place, log, reader)
+
+
+def _wait(running: dict[str, Running]) -> None:
+    """Wait until all programs have ended: after a checkpoint, if they had begun to train."""
+    for one in running.values():
+        one.process.wait()
+        os.close(one.result)
+
+
+def _outcome(one: Running) -> Ended:
+    with os.fdopen(one.result, "rb") as file:
+        result = file.read()
+    code = one.process.returncode
+    if code == 0:
+        return Ended("", result)
+    if code in (STOPPED, INTERRUPTED):
+        return Ended("stopped by a signal, after a checkpoint", result)
+    if code == -signal.SIGKILL:
+        return Ended("killed, perhaps for lack of memory", result)
+    if code < 0:
+        return Ended(f"ended by {signal.Signals(-code).name}", result)
+    reason = last_line(one.log).removeprefix("error: ") or f"exit code {code}"
+    return Ended(f"failed: {reason}", result)
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 2**14))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+@contextlib.contextmanager
+def _shown(running: Mapping[str, Running]) -> Iterator[Any]:
+    """Yield a function that shows what runs: on a terminal a line for each program, else now and then one for all."""
+    console = Console()
+
+    def lines() -> list[str]:
+        return [f"{name}: {last_line(one.log)}" for name, one in running.items()]
+
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            yield lambda: live.update("\n".join(lines()), refresh=True)
+        return
+    last = time.monotonic()
+
+    def show() -> None:
+        nonlocal last
+        if time.monotonic() - last > REPORT:
+            last = time.monotonic()
+            print(*lines(), sep="\n", flush=True)
+
+    yield show

@@ -1,0 +1,290 @@
+"""What the weights of a run are worth: as they were trained, at other scales, and read zero-shot by other encodings."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from conf.errors import ConfigError, nearest
+from conf.schema import Config
+from data.base import Data
+from model.gpt import GPT
+from model.layout import Packing
+from model.position import Shape, build_encodings
+from model.position.network import Encodings, at_scale, exact_above, max_len_of, scales_of, with_parameters_of
+from ropewalk.evaluation.measures.base import Measure, Plan
+from ropewalk.evaluation.measures.far_copies import far_copies
+from ropewalk.evaluation.measures.lengths import by_position, length_settings, lengths, longest_settings
+from ropewalk.evaluation.results import Evaluation, Measured, Variant, load_all
+from ropewalk.evaluation.scoring import Scorer
+from ropewalk.run import processes
+from ropewalk.run.directory import RunDir, check_place
+from ropewalk.run.provenance import provenance
+from ropewalk.training import distributed
+from ropewalk.training.hardware import Hardware
+from ropewalk.training.ranks import evaluating
+
+Variants = list[tuple[Variant, Encodings]]  # of the weights of one network
+
+
+class Weights(NamedTuple):
+    """The weights that are measured, as results name them."""
+
+    run: RunDir
+    step: int
+    train_len: int  # that they were trained at
+
+
+# The measures of the core, by the names that `eval` and `measures` have for them.
+MEASURES: dict[str, Callable[[Data, Config], Plan]] = {
+    "lengths": lengths,
+    "by_position": by_position,
+    "far_copies": far_copies,
+}
+
+
+def meaningful(cfg: Config, *, is_text: bool) -> dict[str, dict[str, Any]]:
+    """Return those MEASURES that have a meaning, each with its settings as far as the data do not decide them."""
+    settings = {"lengths": length_settings(cfg)}
+    if is_text:
+        settings["by_position"] = longest_settings(cfg)
+        if max(cfg.lengths) > cfg.train_len:
+            settings["far_copies"] = longest_settings(cfg)
+    return settings
+
+
+def asked_for(cfg: Config, *, is_text: bool) -> dict[str, dict[str, Any]]:
+    """Return those of the `meaningful` measures that `cfg.eval` asks for."""
+    settings = meaningful(cfg, is_text=is_text)
+    # `eval.lengths` counts as a flag too: a list that is never empty.
+    return {name: settings[name] for name in settings if getattr(cfg.eval, name)}
+
+
+@processes.rank_zero_only
+def is_measured(run: Path, cfg: Config) -> bool:
+    """Return whether a complete run has all results that `cfg.eval` asks for, of its encoding and every variant."""
+    final = [e for e in load_all(run) if e.step == cfg.trainer.max_steps]
+    asked = asked_for(cfg, is_text=not any(e.task for e in final))
+    found = []
+    for e in final:
+        if e.kind in asked and asked[e.kind].items() <= e.eval.items():
+            found.append((e.kind, e.variant.pe))
+    needed = [cfg.pe, *(cfg.eval.variants or [])]
+    return all((kind, pe) in found for kind in asked for pe in needed)
+
+
+def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None) -> list[Plan]:
+    """Return the measures to make.
+
+    Args:
+        asked: names in MEASURES, and other measures; None: those that `cfg.eval` asks for, as far as they have a
+            meaning for these data.
+
+    Raises ValueError: a measure that was asked for has no meaning for these data, or cannot be made.
+    """
+    is_text = data.task is None
+    made = []
+    for measure in asked_for(cfg, is_text=is_text) if asked is None else asked:
+        plan = None
+        if isinstance(measure, Measure):
+            name = type(measure).__name__
+            plan = measure.plan(data, cfg)
+        else:
+            name = measure
+            if name not in MEASURES:
+                raise ConfigError(f"measures: there is no {name}{nearest(name, MEASURES)}")
+            if name in meaningful(cfg, is_text=is_text):
+                plan = MEASURES[name](data, cfg)
+        if plan is None:
+            raise ConfigError(
+                f"measures: {name} has no meaning for these data or lengths (by_position and far_copies need "
+                f"text, far_copies also a length beyond train_len); leave it out"
+            )
+        made.append(plan)
+    return made
+
+
+class Evaluator:
+    """Evaluates the weights of one network. Every rank calls its methods alike.
+
+    Args:
+        net: its weights may change between the calls.
+        hardware: whose precision and kernels are used.
+        packing: of the texts; None: documents are read apart, if `data` tells them apart.
+    """
+
+    def __init__(self, net: GPT, data: Data, cfg: Config, hardware: Hardware, packing: Packing | None = None) -> None:
+        self.net = net
+        self.data = data
+        self.cfg = cfg
+        self.hardware = hardware
+        self.packing = packing or Packing(data.document_end, exact_above=exact_above(net.encodings))
+
+    def validate(self) -> dict[str, Any]:
+        """Return means over every target of fixed windows of the training length, at the scale of training.
+
+        Returns:
+            loss: nats per token.
+            bits_per_byte: without the tokens that stand for no bytes, such as the end of a text; None where bytes mean
+                nothing.
+            error: percent of the tokens; None for text.
+            tokens, length: of the windows.
+        """
+        part = self.data.validation(self.cfg.train_len, self.cfg.trainer.val_tokens)
+        with evaluating(self.net):
+            sums = self._scorer()(part)
+        tokens = int(sums.tokens.sum())
+        size = int(sums.bytes.sum())
+        bits = float(sums.nats[:, 0].sum()) / math.log(2)  # group 0 holds the tokens that have bytes
+        return {
+            "loss": float(sums.nats.sum()) / tokens,
+            "bits_per_byte": bits / size if size else None,
+            "error": 100 * int(sums.errors.sum()) / tokens if self.data.task else None,
+            "tokens": tokens,
+            "length": part.length,
+        }
+
+    def tokens(self) -> int:
+        """About how many tokens `measure` will read, to estimate its time."""
+        lengths, *_ = plans(self.data, self.cfg)
+        of_variant = self.cfg.eval.sequences * sum(part.length for part in lengths.parts)
+        return of_variant * len(self._variants())
+
+    def rehearse(self) -> None:
+        """Read one text of each set that `cfg.eval` asks for, so that an error comes now.
+
+        Raises the errors that `measure` would, except for lack of memory.
+        """
+        measures = plans(self.data, self.cfg)
+        with evaluating(self.net):
+            for _, encodings in self._variants():
+                score = self._scorer(encodings, limit=1)
+                for plan in measures:
+                    _run(plan, score)
+
+    def measure(
+        self, run: RunDir, step: int, asked: Sequence[str | Measure] | None = None,
+        existing: Sequence[Evaluation] | None = None,
+    ) -> list[Evaluation]:  # fmt: skip
+        """Measure the weights of `run` after `step`, at each scale, and read zero-shot by `cfg.eval.variants`.
+
+        Rank zero saves each result in evals/ as soon as it is measured.
+
+        Args:
+            asked: what to measure, as in `plans`; None: what `cfg.eval` asks for.
+            existing: results that are not measured again, if the settings are the same; None: all results of the run.
+
+        Raises ValueError: as `plans` does.
+        """
+        weights = Weights(run, step, self.cfg.train_len)
+        return self._measure(weights, plans(self.data, self.cfg, asked), self._variants(), existing)
+
+    def measure_start(self, run: RunDir, base: Mapping[str, Any]) -> None:
+        """Measure the weights of the model `base` before the first step, on the texts of `lengths`.
+
+        They are read as that model reads them, and by the encodings of the network.
+        """
+        variants = self._variants()[:1]  # the network's own, as it is trained
+        if base["pe"] != self.cfg.pe:
+            encodings = self._encodings(base["pe"], base["train_len"])
+            variants.insert(0, (_variant(base["pe"], scales_of(encodings)[0], encodings, zero_shot=True), encodings))
+        measures = plans(self.data, self.cfg, ["lengths"])
+        self._measure(Weights(run, 0, base["train_len"]), measures, variants)
+
+    def _measure(
+        self, weights: Weights, measures: Sequence[Plan], variants: Variants,
+        existing: Sequence[Evaluation] | None = None,
+    ) -> list[Evaluation]:  # fmt: skip
+        run = weights.run
+        if existing is None:
+            existing = processes.on_rank_zero(lambda: load_all(run.path))
+        known = {e.file_name: e for e in existing}
+        is_first = processes.is_rank_zero()
+        results: list[Evaluation] = []
+        with evaluating(self.net):
+            for variant, encodings in variants:
+                # One scorer serves all measures of a variant: it keeps the losses that several of them need.
+                score = self._scorer(encodings)
+                for plan in measures:
+                    # Without its numbers yet: the name of its file tells whether it was measured before.
+                    result = self._result(weights, plan, variant, encodings)
+                    if result.file_name not in known:
+                        if is_first:
+                            print(f"measuring {plan.kind.replace('_', ' ')} of {variant.label}", flush=True)
+                        measured, skipped = _run(plan, score)
+                        result = result.model_copy(update={"measured": measured, "skipped": skipped})
+                        if is_first:
+                            check_place(run.path, run.run_id)
+                            result.save(run.path / "evals")
+                    results.append(known.get(result.file_name, result))
+        return results
+
+    def _result(self, weights: Weights, plan: Plan, variant: Variant, encodings: Encodings) -> Evaluation:
+        """The results of a measure, without any numbers."""
+        hardware = self.hardware
+        kernels = any(getattr(pe, "is_twin", False) for pe in encodings)
+        return Evaluation(
+            kind=plan.kind,
+            run=weights.run.path.name,
+            run_id=weights.run.run_id,
+            seed=self.cfg.seed,
+            train_len=weights.train_len,
+            task=self.data.task,
+            step=weights.step,
+            variant=variant,
+            eval=plan.eval,
+            provenance=provenance(device=hardware.device, precision=hardware.precision, kernels=kernels),
+            measured=[],
+        )
+
+    def _scorer(self, encodings: Encodings | None = None, limit: int | None = None) -> Scorer:
+        return Scorer(self.net, encodings, self.packing, self.data.token_bytes, self.hardware.autocast, limit)
+
+    def _variants(self) -> Variants:
+        """The network's encodings at each of their scales, then those of `eval.variants`, each at its largest."""
+        cfg = self.cfg
+        own = self.net.encodings
+        wanted: list[tuple[Any, float, Encodings]] = [(cfg.pe, scale, own) for scale in scales_of(own)]
+        for pe in cfg.eval.variants or []:
+            others = self._encodings(pe, self.net.train_len)
+            wanted.append((pe, max(scales_of(others)), others))
+        result: Variants = []
+        for pe, scale, encodings in wanted:
+            known = [(variant.pe, variant.scale) for variant, _ in result]
+            # The run's own encoding may be among the variants: it would only be measured twice.
+            if (pe, scale) not in known:
+                # The first is the network as it was trained, every other one is zero-shot.
+                variant = _variant(pe, scale, encodings, zero_shot=len(result) > 0)
+                result.append((variant, at_scale(encodings, scale, self.net.train_len)))
+        return result
+
+    def _encodings(self, pe: Any, train_len: int) -> Encodings:
+        """Encodings with the options `pe` that read the weights of the network."""
+        # Building takes no memory: the parameters are those of the network.
+        with torch.device("meta"):
+            built = build_encodings(pe, Shape.of(self.net.cfg, train_len))
+        encodings = with_parameters_of(built, self.net.encodings)
+        distributed.install_kernels(encodings, self.hardware)
+        return encodings
+
+
+def _variant(pe: dict[str, Any], scale: float, encodings: Encodings, *, zero_shot: bool) -> Variant:
+    """Describe the `encodings` that read the weights."""
+    label = pe["name"]
+    # An infinite scale says only that the encoding reads any length.
+    if len(scales_of(encodings)) > 1 and scale < math.inf:
+        label += f" at scale {scale:g}"
+    return Variant(label=label, pe=pe, scale=scale, zero_shot=zero_shot)
+
+
+def _run(plan: Plan, score: Scorer) -> tuple[list[Measured], list[int]]:
+    """Return the results of a measure, and the lengths that are skipped because the encoding ends before them."""
+    max_len = max_len_of(score.encodings or score.net.encodings) or math.inf  # None: they read any length
+    skipped = {part.length for part in plan.parts if part.length > max_len}
+    measured: list[Measured] = []
+    for part in plan.parts:
+        if part.length not in skipped:
+            measured += part.run(score)
+    return measured, sorted(skipped)

@@ -1,0 +1,60 @@
+"""The end of a program by a signal, or with the process that has started it. Imports nothing that takes long."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+STOPPED = 75  # exit code, os.EX_TEMPFAIL "try again later": a job script requeues on it and on no other
+INTERRUPTED = 130  # after Ctrl-C, as in shells
+
+
+BEGAN = time.monotonic()  # of this process: every program imports this at once
+
+
+@contextlib.contextmanager
+def noting_signals(minutes: float | None = None) -> Iterator[list[str]]:
+    """Yield a list that gets the names of signals, which ask training to end after the current optimizer step.
+
+    Inside the context SIGTERM and SIGUSR1, with which clusters announce the end of a job, and Ctrl-C do nothing else. A
+    second Ctrl-C ends the process at once. SIGUSR2 counts where a launcher waits for it, as submitit does to requeue a
+    job: it gets the signal when the context ends.
+
+    Args:
+        minutes: after so many, since the process began, SIGALRM is noted; None: never.
+    """
+    names: list[str] = []
+
+    def note(number: int, _: object) -> None:
+        names.append(signal.Signals(number).name)
+        # A step may take minutes: a second Ctrl-C kills the process.
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    if callable(signal.getsignal(signal.SIGUSR2)):
+        numbers.append(signal.SIGUSR2)
+    if minutes is not None:
+        numbers.append(signal.SIGALRM)
+    handlers = {number: signal.signal(number, note) for number in numbers}
+    if minutes is not None:
+        signal.setitimer(signal.ITIMER_REAL, max(1e-3, 60 * minutes - (time.monotonic() - BEGAN)))
+    try:
+        yield names
+    finally:
+        if minutes is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if "SIGUSR2" in names:
+            signal.raise_signal(signal.SIGUSR2)
+
+
+def die_with_parent(parent: int) -> None:
+    """Make this process end whenever the process `parent`, which started it, ends; at once if it has ended."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG, the signal when the parent ends
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
