@@ -175,7 +175,8 @@ def runs(
             `evals/`; "text" or a task, its eval set, the depth of a needle, distances or positions in tokens, of far
             copies whether the text goes on as before. The part "far" is all that needs text beyond train_len.
         length, times, texts, documents: tokens read, in training lengths, and of how many texts and documents.
-        quantity, unit, value, low, high: loss, error, found (answers), gain or share, with its 95 % interval.
+        quantity, unit, value, low, high: loss, error, found (answers), gain or share, with its 95 % interval; of an
+            error, the smallest and the largest of the seeds that count.
         gain: how much lower the loss is than on the text cut to `cut` tokens, the training length of `base`; lead: than
             that of the `reference` on the text cut to its training length; difference: minus the reference; behind:
             minus the best line; above: minus the best possible predictor; share: of the gain that is possible. All are

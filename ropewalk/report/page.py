@@ -173,6 +173,7 @@ def _grid(title: str, rows: pd.DataFrame, columns: Mapping[str, pd.Series]) -> G
 def what_was_run(runs: Runs, table: pd.DataFrame) -> list[Grid]:
     """Return the commands that made the numbers, and what was left out."""
     commands = table[table.seed.notna()][PROVENANCE].drop_duplicates()
+    commands = commands.assign(diff_sha256=commands.diff_sha256.str[:10])
     left_out = pd.DataFrame(runs.left_out, columns=["run", "why"]).set_index("run")
     # The first column is narrow on a phone, so the commit leads: its first digits name it.
     return [

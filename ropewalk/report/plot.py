@@ -3,6 +3,8 @@
     table = ropewalk.runs("runs")
     ax = ropewalk.plot.gain(table)                              # a figure of its own
     ropewalk.plot.gain(table, ax=axes[0], lines=["fox"])        # in yours; all other lines are grey
+    ropewalk.plot.errors(table)                                 # of a task, by length
+    ropewalk.plot.untitled(ax)                                  # for a paper, whose caption says it
     ax.figure.savefig("gain.pdf")                               # or .svg, .png
 
 Colours are for a light background; on a page also for a dark one.
