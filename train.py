@@ -114,18 +114,17 @@ def complete(run: RunDir, fabric: "Fabric", hardware: Hardware) -> None:
 
             # The final weights, what they are worth, and then the file that says that all is done.
             weights = checkpoints.on_cpu(net.state_dict())  # all ranks gather them; rank zero writes
-            description: dict[str, Any] = {
-                "pe": cfg.pe,
-                "tokenizer": identity,
-                "original_len": original_len(cfg, base),
-            }
-            processes.on_rank_zero(lambda: serialization.save(net, run.path, weights=weights, **description))
+            processes.on_rank_zero(
+                lambda: serialization.save(
+                    net, run.path, weights=weights, pe=cfg.pe, tokenizer=identity, original_len=original_len(cfg, base)
+                )
+            )
             validation = training.evaluator.validate()
             training.evaluator.measure(run, progress.step)
             if processes.is_rank_zero():
                 # training.json marks the run as complete, so it must be its last file. Trackers show costs from it.
-                record = size | rows.record(progress, cfg, hardware, validation)
-                write_json(run.path / "training.json", sealed(record))
+                costs = rows.record(progress, cfg, hardware, validation)
+                write_json(run.path / "training.json", sealed(size | costs))
                 logger.publish()
 
 

@@ -1,7 +1,7 @@
-"""Make README's table and picture, and most tables of docs/log, from docs/results/*.jsonl.gz.
+"""Make README's table and picture, and most tables of docs/log, from docs/results/*.parquet.
 
 python docs/results.py                       remake them; the same results make the same bytes
-python docs/results.py markov runs/markov    first gather the runs in these folders into docs/results/markov.jsonl.gz
+python docs/results.py markov runs/markov    first gather the runs in these folders into docs/results/markov.parquet
 """
 
 import re
@@ -23,7 +23,7 @@ from ropewalk.evaluation.archive import write  # noqa: E402
 from ropewalk.report import frame, plot  # noqa: E402
 from ropewalk.report.answer import amount, percent  # noqa: E402
 from ropewalk.report.page import markdown_table  # noqa: E402
-from ropewalk.report.table import BEST_POSSIBLE, interval, losses_of_text, over_seeds, results  # noqa: E402
+from ropewalk.report.table import BEST_POSSIBLE, by_length, interval, over_seeds, results  # noqa: E402
 
 PICTURE = "docs/gain.svg"
 BY_SEED = "by seed"  # in the place of a column: bits above the best possible loss of each seed, in their order
@@ -52,14 +52,14 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
         for path, reason in runs.left_out:
             print(f"left out: {path}: {reason}", file=sys.stderr)
         if name == "markov":
-            insert(place(name, root), name, full(losses_of_text(results(runs)), costs(root)))
+            insert(place(name, root), name, full(by_length(results(runs)), costs(root)))
             # The best of these lines is not the best of all, so the table is made of them alone.
             first = results(runs._replace(results=runs.results[runs.results.line.isin(FIRST)]))
             drawn = plot.svg(partial(plot.gain, first, lines=COLOURED), (8, 5))
             write_text(root / PICTURE, plot.on_its_own(drawn))
-            insert(root / "README.md", name, short(losses_of_text(first)))
+            insert(root / "README.md", name, short(by_length(first)))
         else:
-            lines = write_table(losses_of_text(results(runs)))
+            lines = write_table(by_length(results(runs)))
             if name in COUNTED:
                 lines += ["", counted(COUNTED[name])]
             if name in EFFECTS:
@@ -71,7 +71,7 @@ def archive(name: str, root: Path) -> Path:
     """Return the file of one of ARCHIVES. Raises ValueError: there is no such one."""
     if name not in ARCHIVES:
         raise ValueError(f"{name} is none of the results: {', '.join(ARCHIVES)}")
-    return root / f"docs/results/{name}.jsonl.gz"
+    return root / f"docs/results/{name}.parquet"
 
 
 def place(name: str, root: Path) -> Path:
@@ -173,12 +173,12 @@ def counted(switch: float) -> str:
     )
 
 
-def by_length(table: pd.DataFrame) -> list[str]:
+def gains(table: pd.DataFrame) -> list[str]:
     """Return a table of the gains at all lengths beyond the training length."""
     train_len = table.train_len.iloc[0]
     longer = sorted(table.length[table.length > train_len].unique())
-    gains = {f"gain at {length / train_len:g}x": ("gain", length) for length in longer}
-    return in_markdown(tabulated(table, {"above at 1x": ("above", train_len)} | gains))
+    columns = {f"gain at {length / train_len:g}x": ("gain", length) for length in longer}
+    return in_markdown(tabulated(table, {"above at 1x": ("above", train_len)} | columns))
 
 
 def against_rope(table: pd.DataFrame) -> list[str]:
@@ -228,16 +228,16 @@ ARCHIVES: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "conv": full,
     "options": full,
     "long": full,
-    "why": by_length,
+    "why": gains,
     "switch": full,
     "larger": full,
     "extend": paired,
     "code": against_rope,
     "prose": against_rope,
-    "qk_norm": by_length,
-    "qk_norm_code": by_length,
-    "dropping": by_length,
-    "newer": by_length,
+    "qk_norm": gains,
+    "qk_norm_code": gains,
+    "dropping": gains,
+    "newer": gains,
     "olmpool": at_lengths,
     "nope": full,
     "gates": full,
@@ -254,7 +254,8 @@ EFFECTS = {
 }
 # The hazard of tables beside which the counter of pairs stands. At 0 it is the best possible predictor.
 COUNTED = {"switch": 0.01, "gates_switch": 0.01}
-PAGES = {"qk_norm_code": "qk_norm", "gates_switch": "gates", "nope": "learning_rates"}  # the pages whose name is not that of the table
+# The pages whose name is not that of the table.
+PAGES = {"qk_norm_code": "qk_norm", "gates_switch": "gates", "nope": "learning_rates"}
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def runs(
     the seed alone, where `seed` is missing and `run` names them all.
 
     Args:
-        folders: also files as scripts/report.py out=all.jsonl.gz writes.
+        folders: also files as scripts/report.py out=all.parquet writes.
         only: patterns of run names, as in ["rope-*"]; none: all runs.
         exclude: patterns of run names that are passed over.
         reference: encoding or line that the others are compared with.

@@ -6,8 +6,8 @@ python scripts/report.py                                   all runs in runs/: wr
 python scripts/report.py 'folders=[runs,more/runs]' out=table.md
 python scripts/report.py 'only=[rope-*,yarn-*]' 'exclude=[*-s1]'       only runs with such names
 python scripts/report.py folders=runs format=csv reference=alibi       to the terminal
-python scripts/report.py out=all.jsonl.gz                               all results in one file, for folders=
-python scripts/report.py 'folders=[docs/results/markov.jsonl.gz,runs]'  yours beside published ones
+python scripts/report.py out=all.parquet                               all results in one file, for folders=
+python scripts/report.py 'folders=[docs/results/markov.parquet,runs]'  yours beside published ones
 python scripts/report.py out=gain.pdf 'only=[rope-*,kerple-*]'          the first figure as a picture; also .svg, .png
 """
 
@@ -30,9 +30,8 @@ from ropewalk.app.cli import program
 from ropewalk.evaluation import archive
 from ropewalk.report import frame, page, table
 
-Format = Literal["html", "md", "csv", "svg", "png", "pdf", "jsonl.gz"]
+Format = Literal["html", "md", "csv", "svg", "png", "pdf", "parquet"]
 ENDS = "|".join(map(re.escape, get_args(Format)))
-BY_SUFFIX = {Path(f"name.{kind}").suffix: kind for kind in get_args(Format)}  # .gz is that of jsonl.gz
 TEXTS = {"md": page.markdown, "csv": page.csv}  # without out=, to the terminal
 
 
@@ -54,7 +53,7 @@ def main(args: Arguments) -> None:
         raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
 
     # The format that the file's name asks for; a page by default.
-    kind = args.format or BY_SUFFIX[Path(args.out or page.PAGE).suffix]
+    kind = args.format or Path(args.out or page.PAGE).suffix.removeprefix(".")
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
     # In the first folder, as some of `folders` may be files of results; without one where the program runs.
@@ -67,7 +66,7 @@ def main(args: Arguments) -> None:
             sys.stdout.write(text)
             return
         write_text(out, text)
-    elif kind == "jsonl.gz":
+    elif kind == "parquet":
         archive.write(out, runs.runs, runs.results)
     elif kind == "html":
         write_text(out, page.html(runs, args.reference))

@@ -24,7 +24,7 @@ from conf.schema import Count, Section
 from model.position.network import for_length
 from ropewalk import Model
 from ropewalk.app.cli import program
-from ropewalk.app.configure import chosen_reader
+from ropewalk.app.configure import chosen_variant
 from ropewalk.app.init_from import opened
 from ropewalk.training.hardware import Hardware
 
@@ -49,7 +49,7 @@ def main(args: Arguments) -> None:
         prompt = sys.stdin.read()
     elif prompt.startswith("@"):
         prompt = read_text(Path(prompt[1:]))
-    pe = chosen_reader(trained.description, args.pe) if args.pe else None
+    pe = chosen_variant(trained.description, args.pe) if args.pe else None
     hardware = Hardware.resolve(accelerator=args.device, precision="32-true")
     model = Model(trained.network(pe).to(hardware.device), trained.data)
     tokens = len(model.encode(prompt)) + args.max_new_tokens

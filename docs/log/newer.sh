@@ -15,9 +15,9 @@ for s in ${SEEDS:-0 1 2 3 4}; do
 done
 
 # What they are compared with, from other pages.
-of() { python scripts/report.py folders="docs/results/$1.jsonl.gz" "only=$2" out="runs/newer-$1.jsonl.gz"; }
+of() { python scripts/report.py folders="docs/results/$1.parquet" "only=$2" out="runs/newer-$1.parquet"; }
 of markov '[fox-*,window-nope-*,rope-markov*]'
 of why '[p_rope-auto-ssmax-*]'
 of conv '[fox-*]'
-python scripts/report.py 'folders=[runs/newer,runs/newer-markov.jsonl.gz,runs/newer-why.jsonl.gz,runs/newer-conv.jsonl.gz]' \
-    out=docs/results/newer.jsonl.gz
+python scripts/report.py 'folders=[runs/newer,runs/newer-markov.parquet,runs/newer-why.parquet,runs/newer-conv.parquet]' \
+    out=docs/results/newer.parquet

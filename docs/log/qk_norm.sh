@@ -1,6 +1,6 @@
 # The runs of docs/log/qk_norm.md: about three hours of one CPU core. Finished runs are skipped: run it again to resume.
 # Seeds that an archive has can be left out, as in SEEDS="3 4"; then gather the archive with the new runs:
-# python docs/results.py qk_norm docs/results/qk_norm.jsonl.gz runs/qk_norm
+# python docs/results.py qk_norm docs/results/qk_norm.parquet runs/qk_norm
 set -euf
 markov() { python train.py -m data=markov model.key_offset=true eval.by_position=false "$@"; }
 code() { python train.py -m experiment=compare eval.by_position=false eval.far_copies=false "$@"; }

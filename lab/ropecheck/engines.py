@@ -55,8 +55,8 @@ def check(engine: Engine, cases: Sequence[tuple[str, dict[str, Any], str]], tole
             rotation = (first + 1j * np.asarray(second)).reshape(len(positions), -1)
             s = s | {"length": length, "so_far": max(length, s["so_far"])}
             items.append((name, s, positions, rotation))
-    for name, error in refused.items():
-        print(f"{name} is not checked, the engine refuses it: {error}")
+    for name, reason in refused.items():
+        print(f"{name} is not checked, the engine refuses it: {reason}")
     if not items:
         raise ValueError("the engine refuses all cases")
     return explain(items, partial(difference, tolerance))

@@ -53,7 +53,7 @@ def max_len_of(encodings: Encodings) -> int | None:
 
 
 def exact_above(encodings: Encodings) -> int | None:
-    """The tokens beyond which a layer asks how long a text is, which must not be padded then; None: none asks."""
+    """The length in tokens beyond which a layer asks how long a text is, and padding counts; None: none asks."""
     lengths = [pe.original_len for pe in encodings if pe.asks_length]
     return min(lengths, default=None)
 

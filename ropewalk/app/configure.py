@@ -154,11 +154,11 @@ def evaluation(path: Path, trained: Options, pe: Options | None, asked: Options)
     values |= {key: trained[key] for key in ("model", "pe", "train_len")}
     evaluation = over(values["eval"], asked, typed(), "eval.")
     cfg = check(values | {"eval": evaluation, "runs_dir": str(path.parent), "name": path.name})
-    wanted = [chosen_reader(trained, pe)] if pe else cfg.eval.variants or []
+    wanted = [chosen_variant(trained, pe)] if pe else cfg.eval.variants or []
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
 
 
-def chosen_reader(trained: Options, pe: Options) -> dict[str, Any]:
+def chosen_variant(trained: Options, pe: Options) -> dict[str, Any]:
     """The encoding `pe` of a program's command line, as one of the `variants` of a trained model."""
     chosen = encoding(pe)
     return variants(trained, [over(shared_options(trained, chosen), chosen, typed(), "pe.")])[0]

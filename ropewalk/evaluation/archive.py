@@ -1,121 +1,132 @@
-"""The results of many runs in one compressed file, small enough for a repository, that a report reads like the runs.
+"""The results of many runs in one Parquet file, small enough for a repository, that a report reads like the runs.
 
-A row of JSON for each run, reading of its weights, part, length and quantity; `pandas.read_json(file, lines=True)` is a
-long table. Each row has the sums of every text, so that intervals and paired differences can be computed from it.
+A row for each run, reading of its weights, part, length and quantity: `pandas.read_parquet(file)` is a long table. Each
+row has the sums of every text, as whole numbers of 1/1024, so that intervals and paired differences can be computed from
+it. What describes the run begins with "run_". Each page of the file has a checksum, which is compared when it is read.
 """
 
-import gzip
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from pydantic import BaseModel, Field, Json, create_model
+import pyarrow as pa
+from pyarrow import parquet
 
-from conf.errors import ConfigError
-from conf.files import write_bytes
+from conf.files import refuse_link, write_bytes
 from ropewalk.evaluation.statistics import Sample
 
-SUFFIX = ".jsonl.gz"
-# Places on one machine say nothing about a result.
-LOCAL = ("runs_dir", "data.cache_dir")
-MADE = ["section", "group", "label", "settings", "line", "reading"]  # by comparing all runs that are read
-SAMPLES = ("sample", "optimum_sample")
-LARGEST = 2**28  # bytes of a file, uncompressed
-Length = Annotated[int, Field(ge=1)]
-
-
-def _schema(types: Mapping[Any, Sequence[str]]) -> type[BaseModel]:
-    """Return a schema of the columns, {type: names}, that tables group, sort and compute by.
-
-    With a value of another type a table would fail, far from its file.
-    """
-    fields: dict[str, Any] = {name: (kind, ...) for kind, names in types.items() for name in names}
-    return create_model("Row", **fields)
-
-
-RUN = _schema({str: ("name", "encoding", "data", "identity"), int: ("seed",), Length: ("train_len",), bool: ("done",)})
-RESULT = _schema(
-    {
-        str: (
-            "file", "kind", "variant", "encoding", "task", "difficulty", "continuation", "part", "quantity", "unit",
-            "command",
-        ),
-        Json[dict[str, Any]]: ("eval", "pe"),
-        int: ("seed", "step", "texts", "documents"),
-        Length: ("train_len", "length"),
-        float: ("depth", "span_start", "span_end", "value", "optimum", "scale"),
-        bool: ("own_pe", "zero_shot", "skipped"),
-    }
-)  # fmt: skip
+SUFFIX = ".parquet"
+STEPS = 1024  # of a unit: what sums are rounded to
+LOCAL = ("runs_dir", "data.cache_dir")  # keys of places on one machine, which say nothing about a result
+SUMS = ["values", "units", "optimum_values"]  # of a sample, and of that of the best possible predictor: null if unknown
+OF_RUN = {
+    **dict.fromkeys(["run_name", "run_encoding", "run_data", "run_identity", "run_config"], pa.string()),
+    **dict.fromkeys(["seed", "run_train_len"], pa.int64()),
+    **dict.fromkeys(["run_parameters", "run_tokens_per_s", "run_peak_memory_mb"], pa.float64()),
+}
+OF_RESULT = {
+    **dict.fromkeys(
+        [
+            "file", "kind", "variant", "encoding", "pe", "eval", "task", "difficulty", "continuation", "part",
+            "quantity", "unit", "command", "commit", "dirty", "diff_sha256", "device", "precision", "torch",
+            "processor",
+        ],
+        pa.string(),
+    ),
+    **dict.fromkeys(["step", "train_len", "length", "texts", "documents"], pa.int64()),
+    **dict.fromkeys(["scale", "depth", "span_start", "span_end", "value", "optimum"], pa.float64()),
+    **dict.fromkeys(["own_pe", "zero_shot", "skipped"], pa.bool_()),
+}  # fmt: skip
+OF_TEXTS = dict.fromkeys(SUMS, pa.list_(pa.int64()))
+SCHEMA = pa.schema(
+    [pa.field(name, kind, nullable=name == "optimum_values") for name, kind in (OF_RUN | OF_RESULT | OF_TEXTS).items()]
+)
 
 
 def write(path: Path, runs: pd.DataFrame, results: pd.DataFrame) -> None:
-    """Write the rows of complete runs, sums rounded to four digits, without the loss by position, which is the bulk.
+    """Write the rows of complete runs, without the loss by position, which is the bulk.
 
     Args:
         runs, results: as in `ropewalk.report.frame.Runs`.
-
-    Raises ConfigError: the file would be larger than `read` reads.
     """
-    complete = runs[runs.done.astype(bool)].drop(columns=MADE, errors="ignore")  # a table has only some of MADE
+    complete = runs[runs.done.astype(bool)].copy()
     # Runs of two folders may have the same name, and would be one: the first keeps it, the second becomes "2-NAME".
     number = complete.groupby("name").cumcount() + 1
     complete["name"] = complete.name.where(number == 1, number.astype(str) + "-" + complete.name)
-    of_path = complete.to_dict("index")
+    configs = []
+    for config in complete.config:
+        configs.append(json.dumps({key: value for key, value in config.items() if key not in LOCAL}))
+    complete["config"] = configs
     rows = results[results.path.isin(complete.index) & (results.kind != "by_position")]
-    lines = []
-    for row in rows.drop(columns=MADE, errors="ignore").to_dict("records"):
-        run = dict(of_path[row.pop("path")])
-        config = run.pop("config")
-        config = {key: value for key, value in config.items() if key not in LOCAL}
-        row["command"] = re.sub(r" '?(runs_dir|data\.cache_dir)=\S+", "", row["command"])
-        for key in SAMPLES:
-            sample = row[key]
-            if sample is not None:
-                row[key] = {"values": np.round(sample.values[0], 4).tolist(), "units": sample.units.tolist()}
-        lines.append(json.dumps({"name": run["name"], **row, "run": run, "config": config}) + "\n")
-    text = "".join(lines).encode()
-    if len(text) > LARGEST:
-        remedy = "leave runs out, by only= or exclude="
-        raise ConfigError(
-            f"{path} would have {len(text):,} bytes uncompressed, and at most {LARGEST:,} are read: {remedy}"
-        )
-    # Without the time, so that equal results are equal files.
-    write_bytes(path, gzip.compress(text, mtime=0))
+    rows = rows.join(complete.add_prefix("run_"), on="path")
+    # Rows of the same texts beside each other compress best.
+    rows = rows.sort_values(["kind", "eval", "part", "length", "quantity", "line", "seed"], kind="stable")
+    rows["command"] = rows.command.str.replace(r" '?(runs_dir|data\.cache_dir)=\S+", "", regex=True)
+    rows["values"] = [_rounded(sample.values[0]) for sample in rows["sample"]]
+    rows["units"] = [sample.units.astype(int) for sample in rows["sample"]]
+    rows["optimum_values"] = [sample and _rounded(sample.values[0]) for sample in rows.optimum_sample]
+    # From arrays, as of a table of pandas NaN would be null.
+    columns = [pa.array(rows[field.name].to_numpy(), field.type) for field in SCHEMA]
+    file = BytesIO()
+    parquet.write_table(
+        pa.Table.from_arrays(columns, schema=SCHEMA),
+        file,
+        compression="zstd",
+        compression_level=19,
+        use_dictionary=[*OF_RUN, *OF_RESULT],
+        column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in SUMS},
+        write_statistics=False,
+        write_page_checksum=True,
+    )
+    write_bytes(path, file.getvalue())
 
 
-def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield each row as a run and a result, as they were given to `write`.
+def read(path: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return each row as a run and a result, as they were given to `write`.
 
     The path of a run is that of the file and the run's name.
 
-    Raises ValueError: a line is damaged, or the file is larger than any that is written.
+    Raises ValueError: the file is damaged, or another one.
     """
-    with gzip.open(path) as file:
-        lines = file.readlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            result = json.loads(line)
-            run = result.pop("run") | {"config": result.pop("config")}
-            result["path"] = run["path"] = f"{path}/{result.pop('name')}"
-            result.setdefault("train_len", run["train_len"])  # in files that do not say it
-            RUN.model_validate(run, strict=True)
-            RESULT.model_validate(result, strict=True)
-            for key in SAMPLES:
-                if result[key] is not None:
-                    result[key] = _sample(**result[key])
-        except Exception as error:  # it may be from anybody
-            raise ValueError(f"line {number} is damaged: {error}") from None
-        yield run, result
+    try:
+        file = parquet.ParquetFile(refuse_link(path), page_checksum_verification=True)
+        if not file.schema_arrow.equals(SCHEMA):
+            raise ValueError("it has other columns than results have")
+        rows = file.read().to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    return [_parted(path, row) for row in rows]
 
 
-def _sample(values: list[float], units: list[float]) -> Sample:
+def _parted(path: Path, row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a row of a file as a run and a result."""
+    sums = [row.pop(name) for name in SUMS]
+    row["path"] = f"{path}/{row['run_name']}"
+    row["sample"], row["optimum_sample"] = _sample(*sums[:2]), None if sums[2] is None else _sample(sums[2], sums[1])
+    run = {"path": row["path"], "seed": row["seed"], "done": True}
+    for name in [name for name in row if name.startswith("run_")]:
+        run[name.removeprefix("run_")] = row.pop(name)
+    run["config"] = json.loads(run["config"])
+    if min(row["length"], row["train_len"], run["train_len"]) < 1:
+        raise ValueError("a length is no number of tokens")
+    return run, row
+
+
+def _rounded(sums: np.ndarray) -> list[int | None]:
+    """Return sums as whole numbers of steps, whose total is that of the sums; None for what is not finite."""
+    # Rounding what all texts up to each one have rounds their total only once.
+    until = np.round(STEPS * np.nancumsum(np.where(np.isfinite(sums), sums, np.nan)))
+    rounded = np.diff(until, prepend=0.0)
+    return [int(number) if np.isfinite(exact) else None for number, exact in zip(rounded, sums, strict=True)]
+
+
+def _sample(values: Sequence[int | None], units: Sequence[int]) -> Sample:
     """Return the sums of each text in a file as a sample of one seed. Raises ValueError: they make none."""
-    sample = Sample(np.array([values], dtype=float), np.array(units, dtype=float))
+    sample = Sample(np.array([values], dtype=float) / STEPS, np.array(units, dtype=float))
     if sample.units.shape != (len(values),) or not sample.units.sum() > 0:
         raise ValueError("a sample needs a value and a unit for each text, and units above 0")
     return sample

@@ -57,8 +57,9 @@ def meaningful(cfg: Config, *, is_text: bool) -> dict[str, dict[str, Any]]:
 
 def asked_for(cfg: Config, *, is_text: bool) -> dict[str, dict[str, Any]]:
     """Return those of the `meaningful` measures that `cfg.eval` asks for."""
+    settings = meaningful(cfg, is_text=is_text)
     # `eval.lengths` counts as a flag too: a list that is never empty.
-    return {name: settings for name, settings in meaningful(cfg, is_text=is_text).items() if getattr(cfg.eval, name)}
+    return {name: settings[name] for name in settings if getattr(cfg.eval, name)}
 
 
 @processes.rank_zero_only

@@ -31,7 +31,7 @@ def token_losses(
     Args:
         x: token ids, int64 [B, T]; best on the CPU, so that the device is never waited for.
         y: targets, likewise; IGNORE_INDEX: not scored.
-        packing: says how to read the texts.
+        packing: how texts lie in a batch.
         encodings: that read them instead of the network's own.
 
     Returns:
@@ -102,7 +102,7 @@ class Scorer:
     net: GPT
     # That read instead of the network's own; None: its own.
     encodings: Encodings | None = None
-    # Says how texts are read; by default as one text in each row.
+    # How texts lie in a batch; by default one in each row.
     packing: Packing = field(default_factory=Packing)
     # Bytes of each token, float64 [vocab_size]; None if they mean nothing.
     token_bytes: Tensor | None = None

@@ -1,36 +1,43 @@
-"""The answer of a long table: at most four sentences, each word by one rule.
+"""The answer of a long table: at most four sentences, each word by one rule, the same for texts and for tasks.
 
-About each line at the longest text, by its gain: how much lower its loss is than on the text cut to the training
-length. The gain has a 95 % interval, and the run a tolerance t, `eval.tolerance`. The first rule that holds:
+It is about each line at the longest text, of a task in the difficulty that is worst there.
+
+1. Which line has the lowest loss, or the fewest errors. It is "best" only if all others are told apart from it and
+   have another number in the tables; otherwise those that are not are named. If all have the same number, nobody has the
+   lowest.
+2. How many lines have each word, or that all have it; a word of at most three lines that not all have has their names.
+3. What the best possible predictor gains, and the share of the first line. Only if both gain.
+4. What the intervals cover, and which lines are not in the comparison.
+
+The word of a text is that of its gain: how much lower the loss is than on the text cut to the training length. The gain
+has a 95 % interval, and the run a tolerance t, `eval.tolerance`. The first rule that holds:
 
     level      the whole interval lies within -t and t
     better     the whole interval is above 0, at the three digits shown: only then a line "gains"
     worse      the whole interval is below 0, at the three digits shown
     undecided  none of these
 
-1. Which line has the lowest loss at the longest text, and its word. It is "best" only if it is told apart from all
-   others; otherwise the lines that it is not told apart from are named.
-2. How many lines have each word, or that all have it; a word of at most three lines that not all have has their names.
-   For one line: the length up to which it was level or better at every length.
-3. What the best possible predictor gains, and the share of the first line. Only if both gain.
-4. What the intervals cover, and which lines are not in the comparison.
-
-Nothing else is said. Other tests of the same differences, such as a length that is "safe", could contradict the words.
+The word of a task is how many of a line's seeds learned it. Nothing else is said: other tests of the same differences,
+such as a length that is "safe", could contradict the words.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 
 from ropewalk.report.frame import AFTER, START
-from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, losses_of_text, over_seeds
+from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, by_length, interval, over_seeds
 
 WORDS = {  # of several lines, and of one
     "better": ("gain", "gains"),
     "level": ("are level", "is level"),
     "worse": ("are worse", "is worse"),
     "undecided": ("are undecided", "is undecided"),
+    "learned": ("learned the task with every seed", "learned the task with every seed"),
+    "partly": ("learned it with some seeds", "learned it with some seeds"),
+    "never": ("learned it with no seed", "learned it with no seed"),
 }
 NAMED = 3  # lines at most that are named; more are counted
 BEFORE = "the model before this training"
@@ -38,42 +45,67 @@ BEFORE = "the model before this training"
 
 def answer(table: pd.DataFrame) -> list[str]:
     """Return the answer of one section of a table, as plain text."""
-    rows = losses_of_text(over_seeds(table))
+    table = over_seeds(table)
+    rows = by_length(table)
     if rows.empty:
-        return of_task(table)
+        rows = by_length(table, "error")
     measured = rows[(rows.line != BEST_POSSIBLE) & rows.value.map(math.isfinite)]
     if measured.empty:
-        return ["No line has a finite loss."]
+        return [] if rows.empty else ["No line has a finite loss."]
     # The longest text that a line of the final weights was measured at: where all lines end, or some fail.
-    longest = rows[rows.length == measured.length.max()]
-    last = measured[measured.length == measured.length.max()].sort_values("rank", kind="stable")
+    longest = measured.length.max()
+    last = measured[measured.length == longest]
+    # By name where several parts are equally bad, so that the answer does not depend on the order of files.
+    part = last.groupby("part").value.max().idxmax()
+    last = last[last.part == part].sort_values("rank", kind="stable")
     first = last.iloc[0]
-    sentences = [which(last)]
-    if first.length > first.cut:
-        if len(last) == 1:
-            sentences.append(how_far(rows[rows.line == first.line]))
-        else:
-            sentences.append(how_many(last))
-        sentences.append(possible(first, longest))
-    sentences.append(how_sure(last) + how_complete(table, last))
+    others = sorted(set(lines_of(table, first.quantity)) - set(last.line))
+    if first.quantity == "error":
+        words = last.learned.ge(last.seeds).map({True: "learned", False: "partly"}).mask(last.learned == 0, "never")
+        sentences = [f"{lowest(last)}.", how_many(last, words)]
+    else:
+        sentences = [f"{lowest(last)}{reading_on(first)}."]
+        if first.length > first.cut:
+            alone = len(last) == 1
+            sentences.append(how_far(rows[rows.line == first.line]) if alone else how_many(last, last.verdict))
+            sentences.append(possible(first, rows[(rows.length == longest) & (rows.line == BEST_POSSIBLE)]))
+    sentences.append(how_sure(last) + how_complete(others))
     return [sentence for sentence in sentences if sentence]
 
 
-def which(last: pd.DataFrame) -> str:
-    """Say which line is best at the longest text, and what reading on is worth to it."""
+def lines_of(table: pd.DataFrame, quantity: str) -> list[str]:
+    """Return all lines with a loss, or with errors, by length."""
+    rows = table[(table.measure == "lengths") & (table.quantity == quantity) & (table.line != BEST_POSSIBLE)]
+    return rows.line.unique().tolist()
+
+
+def lowest(last: pd.DataFrame) -> str:
+    """Say which line is best at the longest text, or which ones are not told apart."""
     first = last.iloc[0]
-    rivals = last[last.tied.eq(True) & (last.line != first.line)].line.tolist()
-    loss = f"{amount(first.value, first.low, first.high)} {first.unit}"
-    sentence = f"At {first.length:,} tokens{times(first)} {first.line} "
-    if rivals:
-        sentence += f"has the lowest loss, {loss}, but is not told apart from {listed(rivals)}"
-    else:
-        sentence += f"is best, {loss}" if len(last) > 1 else f"has {loss}"
+    where = f"At {first.length:,} tokens{times(first)}"
+    unit, what = f" {first.unit}", "the lowest loss"
+    if first.quantity == "error":
+        where += f", in {first.part}, the difficulty that is worst there,"
+        unit, what = " % errors", "the fewest errors"
+    shown = last.value.map(lambda value: amount(value, digits=digits(first)))
+    is_equal = shown == shown.iloc[0]
+    rivals = last.line[(last.tied.eq(True) | is_equal) & (last.line != first.line)].tolist()
+    if len(last) == 1:
+        return f"{where} {first.line} has {number(first)}{unit}"
+    if is_equal.all():
+        return f"{where} all {len(last)} lines have {shown.iloc[0]}{unit}: none is best"
+    if not rivals:
+        return f"{where} {first.line} is best, {number(first)}{unit}"
+    return f"{where} {first.line} has {what}, {number(first)}{unit}, but the difference to {listed(rivals)} is not significant"
+
+
+def reading_on(first: pd.Series) -> str:
+    """Say what the longest text is worth to a line."""
     if not first.length > first.cut:
-        return f"{sentence}; longer texts than in training were not measured."
+        return "; longer texts than in training were not measured"
     if pd.isna(first.gain):
-        return f"{sentence}; on the cut text it was not measured."
-    size = amount(first.gain, first.gain_low, first.gain_high, "+")
+        return "; on the cut text it was not measured"
+    size = number(first, "gain")
     cut = f"the text cut to {first.cut:,.0f} tokens"
     if first.reading == AFTER:
         cut = f"{BEFORE} on {cut}"
@@ -83,28 +115,33 @@ def which(last: pd.DataFrame) -> str:
         "worse": f"it is worse than {cut} ({size})",
         "undecided": f"whether it is better than {cut} is undecided ({size})",
     }
-    sentence += f"; {words[first.verdict]}"
+    sentence = f"; {words[first.verdict]}"
     # A line may gain over itself on the cut text, and yet be worse there than the reference.
     if first.line != first.reference and first.lead_high < 0 and first.verdict != "worse":
         sentence += f", on which {first.reference} is still better"
-    return f"{sentence}."
+    return sentence
 
 
-def how_many(last: pd.DataFrame) -> str:
-    """Say how many lines are better, level, worse and undecided when they read on."""
-    everyone = "both" if len(last) == 2 else "all"
+def how_many(last: pd.DataFrame, words: pd.Series) -> str:
+    """Say how many lines have each word."""
+    if len(last) == 1 and last.quantity.iloc[0] == "error":
+        return f"{last.learned.iloc[0]} of {last.seeds.iloc[0]} seeds learned the task."
     parts = []
     for word, (of_several, of_one) in WORDS.items():
-        lines = last[last.verdict == word].line.tolist()
+        lines = last.line[words == word].tolist()
         if len(lines) == len(last):
-            parts.append(f"{everyone} {of_several}")
+            parts.append(f"{'both' if len(last) == 2 else 'all'} {of_several}")
         elif lines:
             names = f" ({', '.join(lines)})" if len(lines) <= NAMED else ""
-            words = of_one if len(lines) == 1 else of_several
-            parts.append(f"{len(lines)} {words}{names}")
+            parts.append(f"{len(lines)} {of_one if len(lines) == 1 else of_several}{names}")
+    if not parts:
+        return ""
+    sentence = f"Of {len(last)} lines {', '.join(parts)}"
+    if last.quantity.iloc[0] == "error":
+        return f"{sentence}."
     is_start = last.base.str.startswith(START).eq(True)
     against = " or ".join(is_start.map({True: BEFORE, False: "itself"}).unique())
-    return f"Of {len(last)} lines {', '.join(parts)}, each against {against} on the cut text." if parts else ""
+    return f"{sentence}, each against {against} on the cut text."
 
 
 def how_far(rows: pd.DataFrame) -> str:
@@ -115,18 +152,18 @@ def how_far(rows: pd.DataFrame) -> str:
     cut = longer.cut.iloc[0]
     held = longer[longer.verdict.isin(["better", "level"]).cummin()]
     if len(held) == len(longer):
-        return f"It is level or better at each of {len(longer)} lengths beyond {cut:,.0f} tokens."
+        each = "each of" if len(longer) > 1 else "the"
+        return f"It is level or better at {each} {counted(len(longer), 'length')} beyond {cut:,.0f} tokens."
     first = longer.iloc[len(held)]
-    found = f"{first.verdict} ({amount(first.gain, first.gain_low, first.gain_high, '+')})"
+    found = f"{first.verdict} ({number(first, 'gain')})"
     if held.empty:
         return f"Already at {first.length:,} tokens, the first length beyond {cut:,.0f}, it is {found}."
     return f"It is level or better up to {held.length.max():,} tokens; at {first.length:,} it is {found}."
 
 
-def possible(first: pd.Series, longest: pd.DataFrame) -> str:
+def possible(first: pd.Series, best: pd.DataFrame) -> str:
     """Say what the longest text makes possible, and which share of it the first line has."""
-    best = longest[(longest.line == BEST_POSSIBLE) & (longest.verdict == "better")]
-    if best.empty or first.verdict != "better" or pd.isna(first.share):
+    if not best.verdict.eq("better").any() or first.verdict != "better" or pd.isna(first.share):
         return ""
     return (
         f"The best possible predictor gains {best.gain.iloc[0]:.3f}: {first.line} has"
@@ -137,42 +174,25 @@ def possible(first: pd.Series, longest: pd.DataFrame) -> str:
 def how_sure(last: pd.DataFrame) -> str:
     """Say what the intervals cover."""
     first = last.iloc[0]
-    texts = f"{first.texts:,} texts"
+    texts = counted(first.texts, "text")
     if first.documents < first.texts:
-        texts += f" of {first.documents:,} documents"
+        texts += f" of {counted(first.documents, 'document')}"
+    seeds = " to ".join(dict.fromkeys(map(str, (last.seeds.min(), last.seeds.max()))))
+    if first.quantity == "error":
+        return (
+            f"A seed learned the task with at most {LEARNED:g} % errors at the training length; a number is the median of"
+            f" those that did, or of all if none did, with the range of several, over {texts}"
+        )
     if last.seeds.max() == 1:
         return f"± is the 95 % interval over {texts} of one training seed: another training may differ by more"
-    seeds = " to ".join(dict.fromkeys(map(str, (last.seeds.min(), last.seeds.max()))))
     return f"± is the 95 % interval over {seeds} training seeds and {texts}"
 
 
-def how_complete(table: pd.DataFrame, last: pd.DataFrame) -> str:
-    """Say which lines with a loss are not among the last ones."""
-    rows = table[(table.measure == "lengths") & (table.quantity == "loss") & (table.line != BEST_POSSIBLE)]
-    others = sorted(set(rows.line) - set(last.line))
+def how_complete(others: Sequence[str]) -> str:
+    """Say which lines are not among the last ones."""
     if not others:
         return "."
     return f"; with other settings, shorter texts or no finite loss, and so not compared: {listed(others)}."
-
-
-def of_task(table: pd.DataFrame) -> list[str]:
-    """Answer for a task: the line with the fewest errors in the difficulty that is worst at the longest text."""
-    rows = over_seeds(table)
-    rows = rows[(rows.measure == "lengths") & (rows.quantity == "error") & rows.value.notna()]
-    if rows.empty:
-        return []
-    rows = rows[rows.length == rows.length.max()]
-    # By name where several are equally bad, so that the answer does not depend on the order of files.
-    worst = rows.groupby("part").value.max().idxmax()
-    first = rows[rows.part == worst].sort_values("rank").iloc[0]
-    where = f"At {first.length:,} tokens{times(first)}, in {worst}, the difficulty that is worst there"
-    fewest = "has the fewest errors" if rows.line.nunique() > 1 else "has errors"
-    return [
-        f"{where}, {first.line} {fewest}: {first.value:.1f} %;"
-        f" {first.learned} of {first.seeds} seeds learned the task.",
-        f"A seed has learned it with at most {LEARNED:g} % errors at the training length; only the median of those that"
-        " did is told, or of all if none did, without an interval.",
-    ]
 
 
 def far_text(table: pd.DataFrame) -> pd.DataFrame:
@@ -184,6 +204,21 @@ def far_text(table: pd.DataFrame) -> pd.DataFrame:
 def times(row: pd.Series) -> str:
     """Return a length as a multiple of the training length, as in " (8x)"; nothing for 1x."""
     return "" if row.times == 1 else f" ({row.times:g}x)"
+
+
+def digits(row: Any) -> int:
+    """Return how many digits after the decimal point the numbers of a row of the long table are shown with."""
+    return 3 if "bit" in row.unit else 1
+
+
+def number(row: Any, column: str = "value") -> str:
+    """Return a number of a row of the long table with its interval in words; of an error the range over the seeds."""
+    value, low, high = (getattr(row, name) for name in interval(column))
+    if row.quantity == "error" and column == "value":
+        text = amount(value, digits=1)
+        return f"{text} ({low:.1f} to {high:.1f})" if math.isfinite(low) else text
+    is_difference = column != "value" or row.quantity == "gain"
+    return amount(value, low, high, "+" if is_difference else "", digits(row))
 
 
 def amount(value: float, low: float = math.nan, high: float = math.nan, sign: str = "", digits: int = 3) -> str:
@@ -206,6 +241,11 @@ def amount(value: float, low: float = math.nan, high: float = math.nan, sign: st
 def percent(share: float, low: float = math.nan, high: float = math.nan) -> str:
     """Return a share of 0.69 ± 0.03 as "69 ± 3"; "" for NaN."""
     return amount(100 * share, 100 * low, 100 * high, digits=0)
+
+
+def counted(n: int, noun: str) -> str:
+    """Return a number of things, as in "1 text" and "2 texts"."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def listed(lines: Sequence[str]) -> str:

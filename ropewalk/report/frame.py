@@ -1,9 +1,12 @@
 """Runs as DataFrames. Runs that differ in nothing but the seed are one group."""
 
 import json
+import math
+import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -85,16 +88,20 @@ class _Read:
         """Read a run directory."""
         run = _run(path)
         self.runs.append(run)
-        for file in sorted(refuse_link(path / "evals").glob("*.json")):
-            with self.attempt(file):
-                self.add_results(_results(file, run))
+        evals = refuse_link(path / "evals")
+        # Not `glob`, which finds nothing where this user may not read.
+        for name in sorted(os.listdir(evals)) if evals.exists() else []:
+            with self.attempt(evals / name):
+                if name.endswith(".json"):
+                    self.add_results(_results(evals / name, run))
 
     def add_archive(self, path: Path, is_chosen: Callable[[str], bool]) -> None:
         """Read a file of many runs."""
         chosen = [(run, row) for run, row in archive.read(path) if is_chosen(run["name"])]
-        self.add_results([row for _, row in chosen])
         # The rows of a run have equal copies of it.
-        self.runs += {run["path"]: run for run, _ in chosen}.values()
+        runs = [_with_key(run) for run in {run["path"]: run for run, _ in chosen}.values()]
+        self.add_results([row for _, row in chosen])
+        self.runs += runs
 
     def add_results(self, rows: Sequence[dict[str, Any]]) -> None:
         """Add rows.
@@ -157,13 +164,18 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
 
 
 def curves(runs: Runs) -> pd.DataFrame:
-    """Return the rows of metrics.jsonl of all runs, with the run, its section and label."""
+    """Return the rows of metrics.jsonl of all runs, with the run, its section and label.
+
+    A file that is damaged is added to `runs.left_out`: the results of its run stand for themselves.
+    """
     about = runs.runs[["name", "seed", "encoding", "data", "train_len", "section", "label"]]
+    read = _Read(left_out=runs.left_out)
     rows: list[dict[str, Any]] = []
     for path, of_run in about.to_dict("index").items():
-        # A run of another program, or a damaged one, has no curve; its results stand for themselves.
-        with suppress(OSError, ValueError):
-            rows += [{"path": path} | of_run | row for row in read_metrics(Path(path))]
+        file = Path(path) / "metrics.jsonl"
+        with read.attempt(file):
+            of_file = list(read_metrics(Path(path))) if file.exists() else []  # runs in an archive have none
+            rows += [{"path": path} | of_run | row for row in of_file]
     # A table has its columns, also if no run has a curve.
     return pd.DataFrame(rows, columns=None if rows else ["path", *about, "step", "tokens"])
 
@@ -192,7 +204,7 @@ def _run(path: Path) -> dict[str, Any]:
     wrong = [key for key in ("pe.name", "data.name") if not isinstance(config.get(key), str)]
     if wrong:
         raise ValueError(f"config.yaml has no valid {' or '.join(wrong)}")
-    return {
+    run = {
         "path": printable(path),
         "name": printable(path.name),
         "seed": config["seed"],
@@ -200,12 +212,25 @@ def _run(path: Path) -> dict[str, Any]:
         "data": config["data.name"],
         "train_len": config["train_len"],
         "done": trained or config["trainer.max_steps"] == 0,  # a model of transformers as it is has no steps
-        "parameters": config.get("training.parameters.total"),
-        "tokens_per_s": config.get("training.tokens_per_s"),
-        "peak_memory_mb": config.get("training.peak_memory_mb"),
+        "parameters": _number(config.get("training.parameters.total")),
+        "tokens_per_s": _number(config.get("training.tokens_per_s")),
+        "peak_memory_mb": _number(config.get("training.peak_memory_mb")),
         "identity": json.dumps(read_json(path / "data.json"), sort_keys=True),
         "config": config,
     }
+    return _with_key(run)
+
+
+def _number(value: Any) -> float:
+    """Return a number as it is, anything else as NaN."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _with_key(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a run with what its group has in common."""
+    # Runs are seeds of one line if all settings are equal that decide what is computed.
+    key = json.dumps(compared(run["config"]), sort_keys=True)
+    return run | {"key": key, "init": str(run["config"].get("init_from"))}
 
 
 def _results(file: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -236,8 +261,6 @@ def _results(file: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
     """Return the runs with section, group and label, and those that repeat another or are not finished, with why."""
-    # Costs are numbers; anything else is NaN.
-    runs[COSTS] = runs[COSTS].apply(pd.to_numeric, errors="coerce").astype(float)
     # A hash tells apart different data of the same name.
     hashes = runs.identity.map(lambda identity: f" ({sha256(identity.encode()).hexdigest()[:6]})")
     is_ambiguous = runs.groupby("data").identity.transform("nunique") > 1
@@ -247,20 +270,19 @@ def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[
     )
     runs["section"] = runs.data + hashes.where(is_ambiguous, "") + ", trained at " + lengths + " tokens"
 
-    # Runs are seeds of one line if all settings are equal that decide what is computed.
-    runs["key"] = [json.dumps(compared(config), sort_keys=True) for config in runs.config]
     # Seeds may share the weights that they start from. Or each has its own, named as in "rope-s1": then the seed is
     # taken out of the name. A number in a name may mean something else. It is the seed only if runs of other seeds have
     # equal names without it, and no other seed has the same name with it.
-    runs["init"] = [str(config.get("init_from")) for config in runs.config]
     without_seed = [re.sub(rf"(-s)?(?<!\d){run.seed}(?!\d)", "", run.init) for run in runs.itertuples()]
     is_shared = runs.groupby(["key", "init"]).seed.transform("nunique") > 1
     is_equal_without = runs.groupby(["key", pd.Series(without_seed, runs.index)]).seed.transform("nunique") > 1
     runs["init"] = runs.init.mask(is_equal_without & ~is_shared, without_seed)
     runs["group"] = runs.key + runs.init
 
-    # Of runs with the same settings and seed the first is kept; complete runs come first.
-    runs = runs.sort_values(["section", "seed", "done", "path"], ascending=[True, True, False, True])
+    # Of runs with the same settings and seed the first is kept; complete runs come first, and those with most results.
+    runs["results"] = runs.path.map(Counter(row["path"] for row in results)).fillna(0)
+    order = ["section", "seed", "done", "results", "path"]
+    runs = runs.sort_values(order, ascending=[True, True, False, False, True])
     repeated = runs.duplicated(["section", "group", "seed"])
     reasons = [(path, "another run has the same settings and seed") for path in runs.path[repeated]]
     reasons += [(path, "not finished") for path in runs.path[~runs.done]]
@@ -335,6 +357,8 @@ def in_words(name: str, options: Mapping[str, Any]) -> str:
 def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     """Return the results of the runs that are kept, with `section`, `group`, `reading` and `line`."""
     rows = rows.join(runs[["section", "group", "label"]], on="path", how="inner")
+    if rows.empty:
+        return pd.DataFrame(columns=RESULT_COLUMNS)
     rows[PROVENANCE] = rows.reindex(columns=PROVENANCE).fillna("").astype(str)  # older files lack some
     # Results of earlier steps, measured during training or before a run was extended, are lines of their own.
     rows["last"] = rows.step == rows.groupby("path").step.transform("max")

@@ -19,7 +19,7 @@ from ropewalk.evaluation.results import Evaluation
 from ropewalk.report import frame
 from ropewalk.report.answer import amount, answer, far_text, percent
 from ropewalk.report.frame import PROVENANCE, Runs
-from ropewalk.report.table import BEST_POSSIBLE, LEARNED, interval, losses_of_text, over_seeds, results
+from ropewalk.report.table import BEST_POSSIBLE, LEARNED, by_length, interval, over_seeds, results
 from ropewalk.run.directory import RunDir, read_training
 from ropewalk.run.processes import rank_zero_only
 
@@ -85,7 +85,7 @@ def drawn(table: pd.DataFrame, curves: pd.DataFrame, reference: str) -> list[tup
 def grids(table: pd.DataFrame) -> list[Grid]:
     """Return the tables of a section: an overview, the numbers of each measure, and in what the lines differ."""
     rows = over_seeds(table)
-    text = losses_of_text(rows)
+    text = by_length(rows)
     result = [overview(table, text)] if len(text) else []
     for (measure, quantity, _), of_measure in rows.groupby(["measure", "quantity", "eval"], sort=False):
         if measure not in AS_GAINS or quantity == "gain":

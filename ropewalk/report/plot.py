@@ -28,7 +28,7 @@ from scipy.optimize import isotonic_regression
 
 from conf.files import printable
 from ropewalk.report.frame import START
-from ropewalk.report.table import BEST_POSSIBLE, interval, losses_of_text, over_seeds
+from ropewalk.report.table import BEST_POSSIBLE, by_length, interval, over_seeds
 
 # Colours for a light and for a dark background, by their names in a style sheet. Any two lines, the ink and the grey
 # are at least 0.09 apart in Oklab, also as the colour-blind see them; the contrast of a line to the paper is 3 or more.
@@ -106,7 +106,7 @@ def gain(
     Raises ValueError: the table has several sections, or no such line; NothingError: no run has measured that.
     """
     column = {"itself": "gain", "reference": "lead"}[over]
-    rows = losses_of_text(table).sort_values("length", kind="stable")
+    rows = by_length(table).sort_values("length", kind="stable")
     rows = rows[rows[column].notna() & ((rows.length >= rows.cut) | (column == "lead"))]
     if rows.empty:
         raise NothingError("nothing to draw: no run has measured the loss of a text and of the cut text")
@@ -245,7 +245,7 @@ def short(line: str, most: int = LONGEST) -> str:
 
 def chosen(table: pd.DataFrame) -> list[str]:
     """Return the lines that have colours: the best of each encoding at the longest text, and at most 8."""
-    rows = losses_of_text(over_seeds(table))
+    rows = by_length(over_seeds(table))
     rows = rows[rows.length == rows.length.max()]
     # These two have a look of their own.
     rows = rows[(rows.line != BEST_POSSIBLE) & (rows.line != rows.reference)].sort_values("rank")

@@ -7,9 +7,7 @@ the 95 % interval over seeds and texts; and one for each run alone, with its see
     over_seeds(table).query("measure == 'lengths'").pivot(index="line", columns="length", values="gain")
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -33,8 +31,8 @@ PAIRED = {
     "share": "of the gain that is possible",
 }
 OF_LINE = [  # columns that are the same in all rows of a line
-    "train_len", "cut", "line", "base", "encoding", "variant", "scale", "reading", "zero_shot", "step", "settings",
-    "reference", *COSTS,
+    "train_len", "cut", "base", "encoding", "variant", "scale", "reading", "zero_shot", "step", "settings",
+    "reference", "reference_len", *COSTS,
 ]  # fmt: skip
 
 
@@ -55,16 +53,10 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-class Key(NamedTuple):
-    """A cell of a table of one measure."""
-
-    line: str
-    part: str
-    length: int
-
-
+CELL = ["line", "part", "length"]
+EXACT = -1  # the seed of the best possible predictor, which has none: it is compared with every seed
 BySeed = Mapping[int, Sample]
-Row = dict[str, Any]
+Samples = Mapping[tuple[str, str, int], BySeed]  # by CELL and seed
 
 
 def results(runs: Runs, reference: str = "rope") -> pd.DataFrame:
@@ -75,10 +67,11 @@ def results(runs: Runs, reference: str = "rope") -> pd.DataFrame:
             encoding, or of all if none has it, it is the one with the most usual settings. The reference of a run that
             starts from a model is that model, if it was measured.
     """
-    rows: list[Row] = []
-    for _, of_measure in runs.results.groupby(["section", "kind", "quantity", "unit", "eval"]):
-        rows += Measure(of_measure, runs, reference).rows()
-    return pd.DataFrame(rows, columns=COLUMNS).astype({"seed": "Int64", "learned": "Int64", "rank": "Int64"})
+    tables = [pd.DataFrame(columns=COLUMNS)]
+    for _, rows in runs.results.groupby(["section", "kind", "quantity", "unit", "eval"]):
+        tables.append(_compared(rows, runs, reference).astype(object))
+    table = pd.concat(tables, ignore_index=True).infer_objects()
+    return table.astype({"seed": "Int64", "learned": "Int64", "rank": "Int64"})
 
 
 def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
@@ -86,14 +79,14 @@ def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
     return table[table.seed.isna()]
 
 
-def losses_of_text(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of a text's loss, whose tokens are the same at every length.
+def by_length(table: pd.DataFrame, quantity: str = "loss") -> pd.DataFrame:
+    """Return the rows of a text's loss, whose tokens are the same at every length, or of the "error" of a task.
 
     Measures with other settings have other texts: that of most lines is taken, then that of most texts.
 
     Raises ValueError: the table has several sections, which have nothing in common.
     """
-    rows = table[(table.measure == "lengths") & (table.quantity == "loss")]
+    rows = table[(table.measure == "lengths") & (table.quantity == quantity)]
     sections = rows.section.unique()
     if len(sections) > 1:
         raise ValueError(
@@ -119,178 +112,218 @@ def verdict(low: float, high: float, tolerance: float) -> str:
     return next(word for word, holds in rules.items() if holds)
 
 
-class Measure:
-    """One quantity of one measure, of all lines that were measured on the same texts."""
+def _compared(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:
+    """Return the part of the long table about one quantity of one measure, of all lines measured on the same texts."""
+    rows = rows.join(runs.runs["name"].rename("run"), on="path").sort_values("line", kind="stable")
+    first = rows.iloc[0]
+    config = runs.runs.config[first.path]
+    lines = _lines(rows, runs, reference)
+    seeds = _of_seeds(rows, lines)
+    samples: dict[tuple[str, str, int], dict[int, Sample]] = {}
+    for row in seeds.itertuples():
+        samples.setdefault((row.line, row.part, row.length), {})[row.seed] = row.sample
 
-    def __init__(self, rows: pd.DataFrame, runs: Runs, reference: str) -> None:
-        rows = rows.join(runs.runs["name"].rename("run"), on="path").sort_values("line", kind="stable")
-        first = rows.iloc[0]
-        self.is_task = first.quantity == "error"
-        self.sign = 1 if LOWER_IS_BETTER[first.quantity] else -1
-        config = runs.runs.config[first.path]
-        self.common: Row = {
-            **first[["section", "quantity", "unit", "eval", "texts"]],
-            "data": config["data.name"],
-            "measure": first.kind,
-            "tolerance": float(config.get("eval.tolerance", 0)),
-        }
-
-        # What the rows of a line, a part or a run have in common: dictionaries, as a look-up in a DataFrame takes a
-        # hundred times as long.
-        self.lines = _lines(rows, runs, reference)
-        self.parts = rows.drop_duplicates("part").set_index("part", drop=False)[["part", *OF_PART]].to_dict("index")
-        self.runs: dict[tuple[str, int], Row] = {(BEST_POSSIBLE, 0): {"run": "", "path": ""}}
-        # The best possible predictor is a line of its own. It is exact, so it has no seeds.
-        self.cells: dict[Key, dict[int, Sample]] = {}
-        for row in rows[rows.optimum_sample.notna()].sort_values("length", kind="stable").itertuples():
-            self.cells[Key(BEST_POSSIBLE, row.part, row.length)] = {0: row.optimum_sample}
-        for row in rows.itertuples():
-            self.cells.setdefault(Key(row.line, row.part, row.length), {})[row.seed] = row.sample
-            self.runs[row.line, row.seed] = {name: getattr(row, name) for name in ("run", "path", *PROVENANCE)}
-        if first.kind in ("far_copies", "ruler"):
-            self._pool_far_parts()
-        self.learned = _learned(rows) if self.is_task else set()
-        self.means = {key: self._mean(key, by_seed) for key, by_seed in self.cells.items()}
-        self.ranked = self._ranked()
-        self.tied = {place: self._tied(place) for place in self.ranked}
-
-    def rows(self) -> list[Row]:
-        """Return the rows of all cells: over all seeds, and of each."""
-        rows = []
-        for key, by_seed in self.cells.items():
-            row = self._row(key, by_seed)
-            rows.append(row)
-            if key.line != BEST_POSSIBLE:
-                place = key.part, key.length
-                row["rank"] = 1 + self.ranked[place].index(key.line)
-                row["tied"] = key.line in self.tied[place]
-                rows += [self._row(key, {seed: by_seed[seed]}, seed) for seed in sorted(by_seed)]
-        return rows
-
-    def _row(self, key: Key, by_seed: BySeed, seed: int | None = None) -> Row:
-        """Return the row of a cell over these seeds."""
-        of_runs = [self.runs[key.line, of_run] for of_run in sorted(by_seed)]
-        first = of_runs[0]
-        row = self.common | self.parts[key.part] | self.lines[key.line] | first
-        row |= {
-            "run": ", ".join(run["run"] for run in of_runs),
-            "path": "" if seed is None else first["path"],
-            "seed": seed,
-            "seeds": len(by_seed),
-            "length": key.length,
-            "times": key.length / row["train_len"],
-            "documents": next(iter(by_seed.values())).units.size,
-        }
-        if self.is_task:
-            row["learned"] = sum((key.line, of_run) in self.learned for of_run in by_seed)
-        mean = self.means[key] if seed is None else self._mean(key, by_seed)
-        for column, e in {"value": mean, **self._paired(key, by_seed)}.items():
-            row |= zip(interval(column), (e.value, e.low, e.high), strict=True)
-        if "gain" in row:
-            row["verdict"] = verdict(row["gain_low"], row["gain_high"], row["tolerance"])
-        return row
-
-    def _paired(self, key: Key, by_seed: BySeed) -> dict[str, Estimate]:
-        """Return the paired differences of a cell by name; see `PAIRED`."""
-        if self.is_task:
-            return {}
-        line = self.lines[key.line]
-        cut = self._on_cut_text(line["base"], key)
-        pairs: dict[str, tuple[BySeed, BySeed]] = {}
-        if self.common["measure"] == "lengths":
-            pairs |= {"gain": (cut, by_seed), "lead": (self._on_cut_text(line["reference"], key), by_seed)}
-
-        best_possible = self.cells.get(key._replace(line=BEST_POSSIBLE), {})
-        if key.line != BEST_POSSIBLE:
-            best, *_ = self.ranked[key.part, key.length]
-            pairs["behind"] = by_seed, self.cells[key._replace(line=best)]
-            # The one row of the best possible predictor is compared with every seed.
-            pairs["above"] = by_seed, {seed: row for seed in by_seed for row in best_possible.values()}
-        if key.line != line["reference"]:
-            pairs["difference"] = by_seed, self.cells.get(key._replace(line=line["reference"]), {})
-        paired = {name: _estimate(_minus(*pair)) for name, pair in pairs.items()}
-
-        gained = _minus(cut, by_seed)
-        shorter = key._replace(line=BEST_POSSIBLE, length=min(key.length, line["cut"]))
-        possible = _minus(self.cells.get(shorter, {}), best_possible)
-        # If longer text is worth nothing even to the best predictor, a share has no meaning.
-        if key.line != BEST_POSSIBLE and gained and possible and statistics.estimate(possible).low > 0:
-            paired["share"] = statistics.share(gained, possible)
-        return {name: e for name, e in paired.items() if e is not None}
-
-    def _on_cut_text(self, line: str, key: Key) -> BySeed:
-        """Return what a line measured on the text cut to its training length; nothing if there is no such line."""
-        # The best possible predictor has no reference.
-        if line not in self.lines:
-            return {}
-        cut = self.lines[line]["train_len"]
-        return self.cells.get(Key(line, key.part, min(key.length, cut)), {})
-
-    def _pool_far_parts(self) -> None:
-        """Add a part that holds what all parts tell which need text from beyond train_len, summed text by text.
-
-        It is over the seeds that have all of them: a seed with fewer would answer another question.
-        """
-        far: dict[Key, list[BySeed]] = {}
-        longest = max(key.length for key in self.cells)
-        for key, by_seed in self.cells.items():
-            part = self.parts[key.part]
-            # At least so many tokens back: words have a span, a needle its depth, and other parts are not far.
-            distance = np.nan_to_num(part["span_start"], nan=(1 - part["depth"]) * key.length)
-            if distance >= self.lines[key.line]["train_len"]:
-                far.setdefault(Key(key.line, FAR, longest), []).append(by_seed)
-        self.parts[FAR] = dict.fromkeys(OF_PART, math.nan) | {
-            "part": FAR,
-            "task": FAR,
-            "difficulty": "",
-            "continuation": "",
-        }
-        for key, parts in far.items():
-            seeds = set.intersection(*map(set, parts))
-            if seeds:
-                self.cells[key] = {seed: _sum([part[seed] for part in parts]) for seed in seeds}
-
-    def _mean(self, key: Key, by_seed: BySeed) -> Estimate:
-        """Return the mean over texts and seeds.
-
-        For a task it is the median over the seeds that learned it, or over all if none did, without an interval.
-        """
-        e = statistics.estimate(stacked([by_seed[seed] for seed in sorted(by_seed)]))
-        if not self.is_task:
-            return e
-        # Errors are bounded, and some seeds may not have learned the task at all: Student's interval has no meaning.
-        errors = {seed: statistics.estimate(sample).value for seed, sample in by_seed.items()}
-        of_learned = [error for seed, error in errors.items() if (key.line, seed) in self.learned]
-        return e._replace(value=float(np.median(of_learned or [*errors.values()])), low=math.nan, high=math.nan)
-
-    def _ranked(self) -> dict[tuple[str, int], list[str]]:
-        """Return the lines at each part and length, best first; equal ones by name."""
-        ranked: dict[tuple[str, int], list[str]] = {}
-        badness = {}
-        for key, e in self.means.items():
-            # A network that diverged has NaN, which comes last.
-            badness[key] = math.inf if math.isnan(e.value) else self.sign * e.value
-        for key in sorted(badness, key=lambda key: (badness[key], key)):
-            if key.line != BEST_POSSIBLE:
-                ranked.setdefault((key.part, key.length), []).append(key.line)
-        return ranked
-
-    def _tied(self, place: tuple[str, int]) -> set[str]:
-        """Return the lines that are not told apart from the best, with it; none if it is told apart from all."""
-        best, *others = self.ranked[place]
-        # A network that diverged is not the best, however little is known of it.
-        others = [line for line in others if not math.isnan(self.means[Key(line, *place)].value)]
-        if self.is_task or not others:
-            return set()
-        of_best = self.cells[Key(best, *place)]
-        behind = [_estimate(_minus(self.cells[Key(line, *place)], of_best)) for line in others]
-        are_tied = statistics.tied(behind)
-        tied = {line for line, is_tied in zip(others, are_tied, strict=True) if is_tied}
-        return {best, *tied} if tied else set()
+    # For each cell a row over all its seeds, and then one for each seed.
+    cells = seeds.drop_duplicates("cell").assign(seed=None, path="")
+    cells["run"] = cells.cell.map(seeds.groupby("cell").run.agg(", ".join))
+    table = pd.concat([cells, seeds[seeds.line != BEST_POSSIBLE].astype({"seed": object})])
+    table = table.sort_values("cell", kind="stable", ignore_index=True).join(lines, on="line")
+    table = table.assign(
+        **first[["section", "quantity", "unit", "eval", "texts"]],
+        data=config["data.name"],
+        measure=first.kind,
+        tolerance=float(config.get("eval.tolerance", 0)),
+        times=table.length / table.train_len,
+    )
+    own: list[BySeed] = []
+    for row in table.itertuples():
+        by_seed = samples[row.line, row.part, row.length]
+        own.append(by_seed if row.seed is None else {row.seed: by_seed[row.seed]})
+    table["seeds"] = list(map(len, own))
+    table["documents"] = [next(iter(by_seed.values())).units.size for by_seed in own]
+    table = _with(table, "value", _estimates([stacked([*by_seed.values()]) for by_seed in own]))
+    is_task = first.quantity == "error"
+    if is_task:
+        table = _over_learned(table)
+    sign = 1 if LOWER_IS_BETTER[first.quantity] else -1
+    table = _ranked(table, sign)
+    behind = _estimates(_minus(own, _find(samples, table.best, table)))
+    # What is better over the seeds that both have is not told apart from the best over all seeds.
+    table["tied"] = _tied(table, [e if e and sign * e.value >= 0 else None for e in behind])
+    if not is_task:
+        table = _paired(table, own, samples, behind)
+    return table.reindex(columns=COLUMNS)
 
 
-def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> dict[str, Row]:
-    """Return OF_LINE of each line: what it is, what it is compared with, and its costs, medians over its runs."""
+def _of_seeds(rows: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each cell and seed, in this order, with its `sample` and the number of its `cell`.
+
+    The best possible predictor is a line of its own.
+    """
+    exact = rows[rows.optimum_sample.notna()].sort_values("length", kind="stable")
+    exact = exact.drop_duplicates(["part", "length"], keep="last")
+    exact = exact.assign(line=BEST_POSSIBLE, seed=EXACT, sample=exact.optimum_sample, run="", path="")
+    exact[PROVENANCE] = np.nan
+    both = pd.concat([exact, rows, *_far(rows, lines)], ignore_index=True)
+    both = both[[*CELL, *OF_PART, "seed", "sample", "run", "path", *PROVENANCE]]
+    both["cell"] = both.groupby(CELL, sort=False).ngroup()
+    return both.drop_duplicates(["cell", "seed"], keep="last").sort_values(["cell", "seed"])
+
+
+def _far(rows: pd.DataFrame, lines: pd.DataFrame) -> list[pd.DataFrame]:
+    """Return rows of the part FAR: all parts which need text from beyond train_len, summed text by text.
+
+    It is over the seeds that have all of them: a seed with fewer would answer another question.
+    """
+    if rows.kind.iloc[0] not in ("far_copies", "ruler"):
+        return []
+    # At least so many tokens back: words have a span, a needle its depth, and other parts are not far.
+    distance = rows.span_start.fillna((1 - rows.depth) * rows.length)
+    far = rows[distance >= rows.line.map(lines.train_len)]
+    parts = far.drop_duplicates(CELL).line.value_counts()
+    sums = []
+    for (line, _), of_seed in far.groupby(["line", "seed"]):
+        if len(of_seed) == parts[line]:
+            values = np.sum([sample.values for sample in of_seed["sample"]], axis=0)
+            units = np.sum([sample.units for sample in of_seed["sample"]], axis=0)
+            sums.append(of_seed.iloc[:1].assign(sample=[Sample(values, units)]))
+    empty = {"depth": np.nan, "span_start": np.nan, "span_end": np.nan, "difficulty": "", "continuation": ""}
+    return [pooled.assign(part=FAR, task=FAR, length=rows.length.max(), **empty) for pooled in sums]
+
+
+def _with(table: pd.DataFrame, column: str, estimates: Sequence[Estimate | None]) -> pd.DataFrame:
+    """Return a table with a number and its interval as columns."""
+    numbers = [(np.nan, np.nan, np.nan) if e is None else (e.value, e.low, e.high) for e in estimates]
+    return table.assign(**dict(zip(interval(column), np.transpose(numbers), strict=True)))
+
+
+def _over_learned(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of a task, over all seeds for those that learned it, or for all if none did.
+
+    Their value is the median, as some seeds may not have learned the task at all; `low` and `high` are the smallest and
+    the largest of several. `learned` is the number of seeds that did.
+    """
+    # A seed that learned at the training length counts at all lengths, so that a failure at longer text shows as one.
+    # If it was not measured there, the nearest length serves. The first eval set is like the training data.
+    seeds = table[table.seed.notna()]
+    from_trained = seeds.length - seeds.train_len
+    nearest = seeds.assign(is_longer=from_trained > 0, distance=from_trained.abs())
+    nearest = nearest[nearest.part == nearest.part.iloc[0]].sort_values(["is_longer", "distance"])
+    nearest = nearest.drop_duplicates(["line", "seed"])
+    learned = pd.MultiIndex.from_frame(nearest.loc[nearest.value <= LEARNED, ["line", "seed"]])
+    seeds = seeds.assign(learned=pd.MultiIndex.from_frame(seeds[["line", "seed"]]).isin(learned))
+    table["learned"] = seeds.learned.reindex(table.index)
+
+    of_cells = seeds.groupby("cell").learned
+    counted = seeds[seeds.learned | ~of_cells.transform("any")].groupby("cell").value
+    numbers = counted.agg(value="median", low="min", high="max")
+    numbers.loc[counted.size() == 1, ["low", "high"]] = np.nan  # of one seed there is no range
+    over_all = table.seed.isna()
+    table.loc[over_all, "learned"] = table.cell.map(of_cells.sum())
+    table[["low", "high"]] = np.nan
+    for column in numbers:
+        table.loc[over_all, column] = table.cell.map(numbers[column])
+    return table
+
+
+def _ranked(table: pd.DataFrame, sign: int) -> pd.DataFrame:
+    """Return a table with the `rank` of each cell at its part and length, best first, and the `best` line there.
+
+    Args:
+        sign: 1 if less is better, -1 if more is.
+    """
+    # A network that diverged has NaN, which comes last; equal lines are by name.
+    badness = (sign * table.value).fillna(np.inf)
+    cells = table.assign(badness=badness)[table.seed.isna() & (table.line != BEST_POSSIBLE)]
+    cells = cells.sort_values(["badness", "line"])
+    places = cells.groupby(["part", "length"])
+    table["rank"] = places.cumcount().add(1).reindex(table.index)
+    best = places.line.first().rename("best")
+    return table.join(best, on=["part", "length"])
+
+
+def _tied(table: pd.DataFrame, behind: Sequence[Estimate | None]) -> pd.Series:
+    """Return which cells are not told apart from the best of their part and length, with that one if there are any."""
+    # A network that diverged is not the best, however little is known of it.
+    is_tied = pd.Series(np.nan, table.index, dtype=object)
+    cells = table[table["rank"].notna()]
+    is_tied[cells.index] = False
+    for _, at_place in cells[cells.value.notna()].groupby(["part", "length"]):
+        others = at_place.index[at_place["rank"] > 1]
+        found = statistics.tied([behind[number] for number in others])
+        is_tied[others] = found
+        is_tied[at_place.index[at_place["rank"] == 1]] = any(found)
+    return is_tied
+
+
+def _paired(
+    table: pd.DataFrame, own: Sequence[BySeed], samples: Samples, behind: Sequence[Estimate | None]
+) -> pd.DataFrame:
+    """Return a table with the columns of `PAIRED` and the `verdict`."""
+    # A line is not compared with itself.
+    reference = table.reference.mask(table.reference == table.line)
+    optimum = pd.Series(BEST_POSSIBLE, table.index).mask(table.line == BEST_POSSIBLE)
+    best_possible = _find(samples, optimum, table)
+    on_cut_text = _find(samples, table.base, table, table.cut)
+    gained = _minus(on_cut_text, own)
+    possible = _minus(_find(samples, optimum, table, table.cut), best_possible)
+    paired = {
+        "behind": behind,
+        "above": _estimates(_minus(own, best_possible)),
+        "difference": _estimates(_minus(own, _find(samples, reference, table))),
+        "share": list(map(_share, gained, possible)),
+    }
+    if table.measure.iloc[0] == "lengths":
+        reference_on_cut_text = _find(samples, table.reference, table, table.reference_len)
+        paired["gain"] = _estimates(gained)
+        paired["lead"] = _estimates(_minus(reference_on_cut_text, own))
+    for column, estimates in paired.items():
+        table = _with(table, column, estimates)
+    if "gain" in paired:
+        table["verdict"] = list(map(verdict, table.gain_low, table.gain_high, table.tolerance))
+    return table
+
+
+def _find(
+    samples: Samples, lines: Iterable[str], table: pd.DataFrame, longest: pd.Series | None = None
+) -> list[BySeed]:
+    """Return what `lines` measured at the part and length of each row; {} for nothing.
+
+    Args:
+        longest: tokens that longer texts are cut to.
+    """
+    lengths = table.length if longest is None else np.minimum(table.length, longest)
+    return [samples.get(cell, {}) for cell in zip(lines, table.part, lengths, strict=True)]
+
+
+def _minus(first: Sequence[BySeed], second: Sequence[BySeed]) -> list[Sample | None]:
+    """Return differences paired by seed and text; None where no seed has both."""
+    differences: list[Sample | None] = []
+    for a, b in zip(first, second, strict=True):
+        if EXACT in b:
+            b = dict.fromkeys(a, b[EXACT])
+        seeds = sorted(a.keys() & b.keys())
+        if not seeds:
+            differences.append(None)
+            continue
+        minuend, subtrahend = stacked([a[seed] for seed in seeds]), stacked([b[seed] for seed in seeds])
+        differences.append(Sample(minuend.values - subtrahend.values, minuend.units))
+    return differences
+
+
+def _estimates(samples: Sequence[Sample | None]) -> list[Estimate | None]:
+    return [sample and statistics.estimate(sample) for sample in samples]
+
+
+def _share(gained: Sample | None, possible: Sample | None) -> Estimate | None:
+    """Return a gain as a share of the possible one, which has no meaning if that is not surely above 0."""
+    if gained is None or possible is None or not statistics.estimate(possible).low > 0:
+        return None
+    return statistics.share(gained, possible)
+
+
+def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:
+    """Return OF_LINE by line: what it is, what it is compared with, and its costs, medians over its runs."""
     lines = rows.drop_duplicates("line").set_index("line", drop=False)
     of_runs = runs.runs[["label", "settings"]].join(runs.runs.groupby("group")[COSTS].transform("median"))
     lines = lines.join(of_runs, on="path")
@@ -310,40 +343,12 @@ def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> dict[str, Row]:
         reference = settings.eq(settings.mode().iloc[0]).sum(axis=1).idxmax()
     lines["reference"] = start.where(has_start, reference)
 
+    lines["reference_len"] = lines.reference.map(lines.train_len)
+
     # The best possible predictor is like the reference, but for what it is.
-    train_len = lines.train_len[lines.reference.iloc[0]]
-    optimum = {"line": BEST_POSSIBLE, "base": BEST_POSSIBLE, "train_len": train_len, "cut": train_len}
-    optimum |= dict.fromkeys(("encoding", "variant", "reading", "settings", "reference"), "") | {"zero_shot": False}
-    return lines[OF_LINE].to_dict("index") | {BEST_POSSIBLE: optimum}
-
-
-def _learned(rows: pd.DataFrame) -> set[tuple[str, int]]:
-    """Return the line and seed of each run that learned the task: where it was trained, or at the nearest length."""
-    # A seed that learned there counts at all lengths, so that a failure at longer text shows as one. The first
-    # eval set of a task is like its training data.
-    rows = rows[rows.part == rows.part.iloc[0]]
-    from_trained = rows.length - rows.train_len
-    rows = rows.assign(is_longer=from_trained > 0, distance=from_trained.abs()).sort_values(["is_longer", "distance"])
-    nearest = rows.drop_duplicates(["line", "seed"])
-    nearest = nearest[nearest.value <= LEARNED]
-    return set(zip(nearest.line, nearest.seed, strict=True))
-
-
-def _sum(samples: Sequence[Sample]) -> Sample:
-    """Return the sum of several samples of the same texts."""
-    values = np.sum([sample.values for sample in samples], axis=0)
-    return Sample(values, np.sum([sample.units for sample in samples], axis=0))
-
-
-def _minus(a: BySeed, b: BySeed) -> Sample | None:
-    """Return `a` minus `b`, paired by seed and text; None if no seed has both."""
-    seeds = sorted(a.keys() & b.keys())
-    if not seeds:
-        return None
-    first = stacked([a[seed] for seed in seeds])
-    second = stacked([b[seed] for seed in seeds])
-    return Sample(first.values - second.values, first.units)
-
-
-def _estimate(sample: Sample | None) -> Estimate | None:
-    return statistics.estimate(sample) if sample else None
+    train_len = lines.reference_len.iloc[0]
+    optimum = dict.fromkeys(OF_LINE, "") | dict.fromkeys(["scale", "step", *COSTS], np.nan) | {"zero_shot": False}
+    optimum |= {"base": BEST_POSSIBLE, "train_len": train_len, "cut": train_len, "reference_len": train_len}
+    lines = lines[OF_LINE].astype(object)
+    lines.loc[BEST_POSSIBLE] = optimum
+    return lines

@@ -130,7 +130,7 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
 
 
 def packing_of(trainer: Trainer, hardware: Hardware, document_end: int | None, encodings: Encodings) -> Packing:
-    """How the batches of a run are read; joins this rank to those that share its texts, ranks in a row.
+    """How texts lie in the batches of a run; joins this rank to those that share its texts, ranks in a row.
 
     All ranks call it, after `install_kernels`, on which the layout of documents depends.
     """

@@ -83,12 +83,15 @@ def device_of(accelerator: str) -> str:
 
 
 def tune(device: str, *, deterministic: bool = False) -> None:
-    """Choose the settings that PyTorch leaves to its users; docs/log/performance.md has the measured differences.
+    """Choose the settings that PyTorch leaves to its users, and count memory anew, as of another run in this process.
+
+    docs/log/performance.md has the measured differences.
 
     Args:
         device: cpu, cuda or mps.
         deterministic: a GPU adds in one order, and an operation that cannot do so raises RuntimeError.
     """
+    reset_peak_memory()
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it too, and reads it as it starts

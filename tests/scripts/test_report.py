@@ -15,7 +15,7 @@ STARTS = {
     "svg": b"<?xml ",
     "png": b"\x89PNG",
     "pdf": b"%PDF",
-    "jsonl.gz": b"\x1f\x8b",
+    "parquet": b"PAR1",
 }
 
 
@@ -45,7 +45,7 @@ def test_a_format_is_that_of_the_file_or_the_one_asked_for(report, tmp_path):
 def test_runs_are_chosen_by_place_and_name_and_compared_with_the_asked_reference(report, tmp_path):
     for pe in ("rope", "nope", "alibi", "cope"):
         write_run(tmp_path / pe, pe, 1)
-    published = tmp_path / "published.jsonl.gz"
+    published = tmp_path / "published.parquet"
     report(f"[{tmp_path / 'rope'},{tmp_path / 'nope'}]", f"out={published}")
     folders = f"[{published},{tmp_path / 'alibi'},{tmp_path / 'cope'}]"
     outcome = report(folders, "only=[*ope-*,alibi-*]", "exclude=[nope*,cope*]", "reference=alibi", "format=csv")
