@@ -147,6 +147,5 @@ def check(url: str, config: dict[str, Any], tolerance: float = 0.05) -> list[str
     """Return lines about how a server disagrees with the configuration of the tiny model that it has."""
     items = ask(url, config)
     wrong = explain(items, partial(difference, tolerance, False))
-    if wrong:
-        return wrong
-    return [f"prefill is right, decode is not: {line}" for line in explain(items, partial(difference, tolerance, True))]
+    decode = explain(items, partial(difference, tolerance, True)) if not wrong else []
+    return wrong + [f"prefill is right, decode is not: {line}" for line in decode]
