@@ -54,8 +54,13 @@ def golden() -> dict[str, Any]:
                 "logits": logits.round(4).tolist(),
             }
         cases.append({"name": name, "kind": kind, "config": config, "lengths": numbers})
-    vectors = {"q": q.ravel().tolist(), "k": k.ravel().tolist(), "distances": DISTANCES}
-    return vectors | {"prompt": tiny.prompt(128), "cases": cases}
+    return {
+        "q": q.ravel().tolist(),
+        "k": k.ravel().tolist(),
+        "distances": DISTANCES,
+        "prompt": tiny.prompt(128),
+        "cases": cases,
+    }
 
 
 def main(arguments: list[str]) -> int:

@@ -37,12 +37,6 @@ def other(s: dict[str, Any]) -> dict[str, Any]:
     return theirs | {"kind": s["kind"], "length": s["length"]}
 
 
-def rounded(x: np.ndarray) -> np.ndarray:
-    """Round to the 8 binary digits of bfloat16."""
-    mantissa, exponent = np.frexp(x)
-    return np.ldexp(np.round(mantissa * 256) / 256, exponent)
-
-
 FAULTS: tuple[Fault, ...] = (
     ("the scaling is ignored", lambda s: UNSCALED),
     ("{name} is off up to {original} tokens", lambda s: s["length"] <= s["original"] and UNSCALED),
@@ -123,7 +117,10 @@ FAULTS: tuple[Fault, ...] = (
         lambda s: typed(s, "proportional", dim=2 * s["kept"]),
     ),
     ("rotates in the opposite direction", lambda s: {"change": np.negative}),
-    ("frequencies are rounded to bfloat16", lambda s: {"change": rounded}),
+    (
+        "frequencies are rounded to bfloat16",  # to 8 binary digits
+        lambda s: {"change": lambda f: np.ldexp(np.round(np.frexp(f)[0] * 256) / 256, np.frexp(f)[1])},
+    ),
     ("positions are one too large", lambda s: {"first": 1}),
     ("pairs of channels are (2i, 2i + 1), not (i, i + D/2)", lambda s: {"interleaved": True}),
 )
