@@ -42,6 +42,7 @@ class Arguments(Section):
     reference: str
     only: list[str]
     exclude: list[str]
+    title: bool
 
 
 @program(Arguments)
@@ -54,12 +55,12 @@ def main(args: Arguments) -> None:
 
     # The format that the file's name asks for; a page by default.
     kind = args.format or Path(args.out or page.PAGE).suffix.removeprefix(".")
-    for path, reason in runs.left_out:
-        print(f"left out: {path}: {reason}", file=sys.stderr)
     # In the first folder, as some of `folders` may be files of results; without one where the program runs.
     first_folder = next((Path(folder) for folder in folders if Path(folder).is_dir()), Path())
     usual_name = Path(page.PAGE).with_suffix(f".{kind}")
     out = Path(args.out or first_folder / usual_name)
+    for path, reason in runs.left_out:
+        print(f"left out: {path}: {reason}", file=sys.stderr)
     if kind in TEXTS:
         text = printable(TEXTS[kind](runs, args.reference))
         if args.out is None:
@@ -73,8 +74,10 @@ def main(args: Arguments) -> None:
     else:
         from ropewalk.report import plot  # which takes long to import
 
-        axes = plot.gain(table.results(runs, args.reference), plot.new())
-        write_bytes(out, plot.written(axes, kind))
+        long_table = table.results(runs, args.reference)
+        is_of_task = set(table.headline(long_table).quantity) == {"error"}
+        axes = (plot.errors if is_of_task else plot.gain)(long_table, plot.new())
+        write_bytes(out, plot.written(axes if args.title else plot.untitled(axes), kind))
 
     complete = sum(runs.runs.get("done", []))
     print(f"wrote {out}: {complete} complete runs, {len(runs.left_out)} left out")

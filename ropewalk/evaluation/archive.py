@@ -1,8 +1,9 @@
 """The results of many runs in one Parquet file, small enough for a repository, that a report reads like the runs.
 
 A row for each run, reading of its weights, part, length and quantity: `pandas.read_parquet(file)` is a long table. Each
-row has the sums of every text, as whole numbers of 1/1024, so that intervals and paired differences can be computed from
-it. What describes the run begins with "run_". Each page of the file has a checksum, which is compared when it is read.
+row has the sums of every text, as whole numbers of 1/1024, so that intervals and paired differences can be computed
+from it. What describes the run begins with "run_". Each page of the file has a checksum, which is compared when it is
+read.
 """
 
 import json

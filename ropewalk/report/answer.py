@@ -3,8 +3,8 @@
 It is about each line at the longest text, of a task in the difficulty that is worst there.
 
 1. Which line has the lowest loss, or the fewest errors. It is "best" only if all others are told apart from it and
-   have another number in the tables; otherwise those that are not are named. If all have the same number, nobody has the
-   lowest.
+   have another number in the tables; otherwise those that are not are named. If all have the same number, nobody has
+   the lowest.
 2. How many lines have each word, or that all have it; a word of at most three lines that not all have has their names.
 3. What the best possible predictor gains, and the share of the first line. Only if both gain.
 4. What the intervals cover, and which lines are not in the comparison.
@@ -28,7 +28,7 @@ from typing import Any
 import pandas as pd
 
 from ropewalk.report.frame import AFTER, START
-from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, by_length, interval, over_seeds
+from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, headline, interval, over_seeds, worst_part
 
 WORDS = {  # of several lines, and of one
     "better": ("gain", "gains"),
@@ -46,25 +46,21 @@ BEFORE = "the model before this training"
 def answer(table: pd.DataFrame) -> list[str]:
     """Return the answer of one section of a table, as plain text."""
     table = over_seeds(table)
-    rows = by_length(table)
-    if rows.empty:
-        rows = by_length(table, "error")
+    rows = headline(table)
     measured = rows[(rows.line != BEST_POSSIBLE) & rows.value.map(math.isfinite)]
     if measured.empty:
         return [] if rows.empty else ["No line has a finite loss."]
     # The longest text that a line of the final weights was measured at: where all lines end, or some fail.
     longest = measured.length.max()
     last = measured[measured.length == longest]
-    # By name where several parts are equally bad, so that the answer does not depend on the order of files.
-    part = last.groupby("part").value.max().idxmax()
-    last = last[last.part == part].sort_values("rank", kind="stable")
+    last = last[last.part == worst_part(last)].sort_values("rank", kind="stable")
     first = last.iloc[0]
     others = sorted(set(lines_of(table, first.quantity)) - set(last.line))
     if first.quantity == "error":
         words = last.learned.ge(last.seeds).map({True: "learned", False: "partly"}).mask(last.learned == 0, "never")
-        sentences = [f"{lowest(last)}.", how_many(last, words)]
+        sentences = [f"{which(last)}.", how_many(last, words)]
     else:
-        sentences = [f"{lowest(last)}{reading_on(first)}."]
+        sentences = [f"{which(last)}{reading_on(first)}."]
         if first.length > first.cut:
             alone = len(last) == 1
             sentences.append(how_far(rows[rows.line == first.line]) if alone else how_many(last, last.verdict))
@@ -79,7 +75,7 @@ def lines_of(table: pd.DataFrame, quantity: str) -> list[str]:
     return rows.line.unique().tolist()
 
 
-def lowest(last: pd.DataFrame) -> str:
+def which(last: pd.DataFrame) -> str:
     """Say which line is best at the longest text, or which ones are not told apart."""
     first = last.iloc[0]
     where = f"At {first.length:,} tokens{times(first)}"
@@ -96,7 +92,8 @@ def lowest(last: pd.DataFrame) -> str:
         return f"{where} all {len(last)} lines have {shown.iloc[0]}{unit}: none is best"
     if not rivals:
         return f"{where} {first.line} is best, {number(first)}{unit}"
-    return f"{where} {first.line} has {what}, {number(first)}{unit}, but the difference to {listed(rivals)} is not significant"
+    close = f"the difference to {listed(rivals)} is not significant"
+    return f"{where} {first.line} has {what}, {number(first)}{unit}, but {close}"
 
 
 def reading_on(first: pd.Series) -> str:
@@ -180,7 +177,7 @@ def how_sure(last: pd.DataFrame) -> str:
     seeds = " to ".join(dict.fromkeys(map(str, (last.seeds.min(), last.seeds.max()))))
     if first.quantity == "error":
         return (
-            f"A seed learned the task with at most {LEARNED:g} % errors at the training length; a number is the median of"
+            f"A seed learned the task with at most {LEARNED:g} % errors at the training length; numbers are medians of"
             f" those that did, or of all if none did, with the range of several, over {texts}"
         )
     if last.seeds.max() == 1:
@@ -215,8 +212,8 @@ def number(row: Any, column: str = "value") -> str:
     """Return a number of a row of the long table with its interval in words; of an error the range over the seeds."""
     value, low, high = (getattr(row, name) for name in interval(column))
     if row.quantity == "error" and column == "value":
-        text = amount(value, digits=1)
-        return f"{text} ({low:.1f} to {high:.1f})" if math.isfinite(low) else text
+        text, lowest, highest = (amount(part, digits=1) for part in (value, low, high))
+        return text if lowest == highest else f"{text} ({lowest} to {highest})"
     is_difference = column != "value" or row.quantity == "gain"
     return amount(value, low, high, "+" if is_difference else "", digits(row))
 

@@ -115,10 +115,7 @@ class _Read:
             # files of many runs do not name them.
             of_texts = {row["quantity"]: row["sample"].units, "documents": row.get("grouping")}
             for what, found in of_texts.items():
-                if found is None:
-                    continue
-                known = self.texts.setdefault((*settings, what), found)
-                if not np.array_equal(known, found):
+                if found is not None and not np.array_equal(self.texts.setdefault((*settings, what), found), found):
                     where = f"{row['part']} at {row['length']}"
                     raise ValueError(f"{where} was measured on other texts or documents than its settings say")
         self.results += rows

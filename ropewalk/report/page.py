@@ -5,11 +5,13 @@ On a terminal a run ends with a table and the answer.
 
 import json
 import re
+import shutil
+import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -17,14 +19,13 @@ from conf.files import printable, write_text
 from conf.schema import Config
 from ropewalk.evaluation.results import Evaluation
 from ropewalk.report import frame
-from ropewalk.report.answer import amount, answer, far_text, percent
+from ropewalk.report.answer import answer, far_text, number, percent
 from ropewalk.report.frame import PROVENANCE, Runs
 from ropewalk.report.table import BEST_POSSIBLE, LEARNED, by_length, interval, over_seeds, results
 from ropewalk.run.directory import RunDir, read_training
 from ropewalk.run.processes import rank_zero_only
 
 PAGE = "report.html"
-WIDTH = 100  # columns of a terminal
 COSTS = {"parameters": "parameters", "tokens_per_s": "tokens/s", "peak_memory_mb": "MB at most"}
 AS_GAINS = ("far_copies", "key_tokens")  # measures whose losses are only shown as the gain over the cut text
 Grid = tuple[str, pd.DataFrame]  # a title, and a table of text whose index are the names of its rows
@@ -40,7 +41,15 @@ def html(runs: Runs, reference: str = "rope") -> str:
     curves = frame.curves(runs)
     shown = []
     for title, of_title in sections(runs, table):
-        figures = drawn(of_title, curves[curves.section == title], reference)
+        figures = []
+        for draw in drawings(of_title, curves[curves.section == title]):
+            # A figure that cannot be drawn is left out with its reason: the rest of the page stands.
+            try:
+                figures.append((plot.svg(draw), plot.svg(draw, plot.NARROW)))
+            except plot.NothingError:
+                continue
+            except Exception as error:
+                runs.left_out.append((f"a figure of {title}", printable(error)))
         shown.append({"title": title, "answer": answer(of_title), "figures": figures, "grids": grids(of_title)})
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -64,22 +73,18 @@ def sections(runs: Runs, table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [(title, table[table.section == title]) for title in runs.runs.section.value_counts().index]
 
 
-def drawn(table: pd.DataFrame, curves: pd.DataFrame, reference: str) -> list[tuple[str, str]]:
-    """Return the figures of a section, each for a wide page and for a phone."""
+def drawings(table: pd.DataFrame, curves: pd.DataFrame) -> list[Callable[[Any], object]]:
+    """Return functions that draw the figures of a section into Axes."""
     from ropewalk.report import plot
 
     # Lines have the same colours in all figures.
     coloured = [line for line in plot.chosen(table) if line in set(curves.label)]
-    draws = [
+    return [
         partial(plot.gain, table),
+        partial(plot.errors, table),
         partial(plot.gain, table, over="reference"),
         partial(plot.curves, curves, lines=coloured or None, reference=table.reference.max()),
     ]
-    figures = []
-    for draw in draws:
-        with suppress(plot.NothingError):
-            figures.append((plot.svg(draw), plot.svg(draw, plot.NARROW)))
-    return figures
 
 
 def grids(table: pd.DataFrame) -> list[Grid]:
@@ -107,16 +112,16 @@ def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
         if text[name].nunique() > 1:
             columns[name] = lines[name].map("{:,.0f}".format)
     for length in sorted(text.length[text.length > text.cut].unique(), reverse=True):
-        columns[f"gain at {length:,}"] = _cells(text[text.length == length], "gain", "+")
+        columns[f"gain at {length:,}"] = _cells(text[text.length == length], "gain")
     if not lines.lead.equals(lines.gain):  # of one run the reference is the run
         references = " or ".join(sorted(set(lines.reference)))
-        columns[f"over {references} on the cut text"] = _cells(last, "lead", "+")
-    columns[f"loss at {longest:,}"] = _cells(last, "value")
+        columns[f"over {references} on the cut text"] = _cells(last, "lead")
+    columns[f"loss at {longest:,}"] = _cells(last)
     shares = last[interval("share")].itertuples(index=False)
     columns["% of the possible"] = pd.Series([percent(*share) for share in shares], last.index)
     for (measure, quantity, _), rows in far_text(table).groupby(["measure", "quantity", "eval"]):
         words = f"{measure.replace('_', ' ')}: {quantity} from far text"
-        columns[words] = _cells(rows, "value", "+" if quantity == "gain" else "")
+        columns[words] = _cells(rows)
     return _grid(f"Gain over the cut text in {text.unit.iloc[0]}; lowest loss first", text, columns)
 
 
@@ -131,7 +136,7 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
     kinds = {"value": f"{name}: {first.quantity}, {first.unit}"}
     if first.quantity == "error":
         kinds["value"] = (
-            f"{name}: {first.unit}; medians over the seeds that learned it, with at most {LEARNED:g} % in training"
+            f"{name}: {first.unit}; medians and ranges over the seeds that learned it, with at most {LEARNED:g} %"
         )
     elif first.measure == "lengths":
         references = " or ".join(sorted(set(rows.reference) - {""}))
@@ -140,11 +145,10 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
     several = first.part == "text" or rows.length.nunique() > 1
     result = []
     for column, title in kinds.items():
-        is_difference = column != "value" or first.quantity == "gain"
         columns = {}
         for (part, length), of_column in rows.groupby(["part", "length"], sort=False):
             words = f"{part}, {length:,} tokens".removeprefix("text, ") if several else part
-            columns[words] = _cells(of_column, column, "+" if is_difference else "")
+            columns[words] = _cells(of_column, column)
         if first.quantity == "error":
             of_seeds = rows.drop_duplicates("line").set_index("line")
             columns["seeds that learned it"] = of_seeds.learned.astype(str) + " of " + of_seeds.seeds.astype(str)
@@ -152,12 +156,9 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
     return [(title, cells) for title, cells in result if cells.size]
 
 
-def _cells(rows: pd.DataFrame, column: str, sign: str = "") -> pd.Series:
+def _cells(rows: pd.DataFrame, column: str = "value") -> pd.Series:
     """Return a column's numbers with their intervals in words, by line."""
-    digits = 3 if rows.unit.str.contains("bit").all() else 1
-    numbers = rows[interval(column)].itertuples(index=False)
-    words = [amount(value, low, high, sign, digits) for value, low, high in numbers]
-    return pd.Series(words, rows.line.tolist())
+    return pd.Series([number(row, column) for row in rows.itertuples()], rows.line.tolist())
 
 
 def _grid(title: str, rows: pd.DataFrame, columns: Mapping[str, pd.Series]) -> Grid:
@@ -208,7 +209,7 @@ def csv(runs: Runs, reference: str = "rope") -> str:
 
 
 def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> None:
-    """Print the results of a run: a table with a column for each reading of its weights, and the answer.
+    """Print the results of a run: a table with a row for each reading of its weights, and the answer.
 
     Args:
         cfg: its tolerance decides what is level, instead of that which the run was trained with.
@@ -229,8 +230,22 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
         others = table[table.measure != "by_position"]
         shown = grids(table if others.empty else others)
     for title, cells in shown:
-        print(printable(f"{run.name}: {title}\n{cells.T.to_string(line_width=WIDTH)}\n"))
+        print(printable(f"{run.name}: {title}\n{plain(cells)}\n"))
     print(*map(printable, answer(table)), sep="\n")
+
+
+def plain(cells: pd.DataFrame) -> str:
+    """Return a table in plain text: on a terminal as many columns as fit in, elsewhere all."""
+    text = cells.to_string()
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    shown = len(cells.columns)
+    while shown > 1 and len(text.partition("\n")[0]) > width:
+        shown -= 1
+        text = cells.iloc[:, :shown].to_string()
+    left_out = cells.columns[shown:]
+    return f"{text}\nbeyond this terminal: {', '.join(left_out)}" if len(left_out) else text
 
 
 def write_beside(run: Path) -> Path:

@@ -28,7 +28,7 @@ from scipy.optimize import isotonic_regression
 
 from conf.files import printable
 from ropewalk.report.frame import START
-from ropewalk.report.table import BEST_POSSIBLE, by_length, interval, over_seeds
+from ropewalk.report.table import BEST_POSSIBLE, by_length, headline, interval, over_seeds, worst_part
 
 # Colours for a light and for a dark background, by their names in a style sheet. Any two lines, the ink and the grey
 # are at least 0.09 apart in Oklab, also as the colour-blind see them; the contrast of a line to the paper is 3 or more.
@@ -71,6 +71,7 @@ DODGE = 1.2  # points from line to line, so that equal values and their interval
 FLOOR = 0.01  # bits: an axis spans at least so much
 GREY, BEST, COLOURED, REFERENCE = 2, 3, 4, 5  # how far above the others lines are drawn
 POINT = ["line", "seed", "x", "y", "low", "high"]  # columns of what is drawn; the interval may be NaN
+NOTE = "note"  # marks the note of a figure
 LONGEST = 24  # characters of a name at the end of a line
 Name = tuple[str, float, float, str]  # the name of a line, y and x of its end, and its colour
 # What a figure on a page does without. Words have the font of their page, which is narrower than matplotlib's, so that
@@ -117,15 +118,53 @@ def gain(
     titled(ax, f"Gain over {_on_cut_text(rows, compared_with)}", f"{rows.unit.iloc[0]}; {note}")
     ax.axhline(0, color=LIGHT.muted, linewidth=1.2, zorder=1)
 
-    points = rows[["line", "seed", "length", *interval(column)]].set_axis(POINT, axis=1)
-    lengths = sorted(points.x.unique())
+    points = _against_length(ax, rows, column)
+    _draw(ax, points, _looks(rows, lines), _limits_of_gains(points), "{:+.2f}")
+    return ax
+
+
+def errors(
+    table: pd.DataFrame, ax: Axes | None = None, *, lines: Sequence[str] | None = None, part: str | None = None
+) -> Axes:
+    """Draw the errors of each line in a task, in percent, against the length of the text.
+
+    Args:
+        table, lines: as of `gain`.
+        part: the difficulty; none: that with most errors at the longest text.
+
+    Raises ValueError, NothingError: as `gain`.
+    """
+    rows = by_length(table, "error").sort_values("length", kind="stable")
+    rows = rows[rows.value.notna()]
+    if rows.empty:
+        raise NothingError("nothing to draw: no run has measured the errors of a task")
+    part = part or worst_part(rows)
+    rows = rows[rows.part == part]
+    if rows.empty:
+        raise ValueError(f"part={part}: there is {', '.join(table.part[table.quantity == 'error'].unique())}")
+    ax = dressed(ax)
+    note = "percent; medians over the seeds that learned it; bars: their range, dots: seeds"
+    titled(ax, f"Errors in {part}", note)
+    points = _against_length(ax, rows, "value")
+    _draw(ax, points, _looks(rows, lines), _limits_of_errors(points), "{:.0f}")
+    return ax
+
+
+def _against_length(ax: Axes, rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Make the length of the text the axis of a figure, and return a column of the long table as POINT."""
+    lengths = sorted(rows.length.unique())
     ax.set_xscale("log")
     ax.set_xlim(lengths[0] / 1.06, lengths[-1] * 1.06)
     ax.xaxis.set_major_locator(ticker.FixedLocator(lengths, nbins=5))  # for so many words even a phone has room
     ax.minorticks_off()
     ax.set_xlabel("length of the text in tokens")
-    _draw(ax, points, _looks(rows, lines), _limits_of_gains(points), "{:+.2f}")
-    return ax
+    return rows[["line", "seed", "length", *interval(column)]].set_axis(POINT, axis=1)
+
+
+def _limits_of_errors(points: pd.DataFrame) -> tuple[float, float]:
+    """Return the ends of an axis with all errors, in percent."""
+    highest = max(1.0, points.y.max())
+    return -0.03 * highest, 1.06 * highest
 
 
 def _on_cut_text(rows: pd.DataFrame, compared_with: pd.Series) -> str:
@@ -139,18 +178,25 @@ def _on_cut_text(rows: pd.DataFrame, compared_with: pd.Series) -> str:
 def _limits_of_gains(points: pd.DataFrame) -> tuple[float, float]:
     """Return the ends of an axis on which gains can be told apart, of POINT by length.
 
-    Neither a failure nor the best possible may squeeze them, nor an interval. The best line of the longest text is on
-    the axis in any case, with its intervals.
+    Of few lines all are on it, and their intervals as far as these leave half of it to the lines. Of more lines neither
+    a failure nor the best possible may squeeze the others; the best line of the longest text is on the axis with its
+    intervals.
     """
     means = over_seeds(points)
     gains = means[means.line != BEST_POSSIBLE]
     last = gains[gains.x == gains.x.max()]
     best = gains[gains.line.isin(last.line[last.y == last.y.max()])]
-    most = max(FLOOR, gains.y.max())
-    # What is possible is shown as far as it leaves gains more than half of the axis.
-    highest = max(most, means.y[means.y <= 1.6 * most].max(), best.high.max())
-    # A loss takes little more room than the gains.
-    lowest = max(gains.low.min(), min(-1.2 * highest, best.low.min()))
+    if gains.line.nunique() <= MOST:
+        lowest, highest = means.y.min(), max(FLOOR, means.y.max())
+        room = (highest - lowest) / 2
+        lowest = max(lowest - room, min(lowest, gains.low.min()))
+        highest = min(highest + room, max(highest, gains.high.max()))
+    else:
+        most = max(FLOOR, gains.y.max())
+        # What is possible is shown as far as it leaves gains more than half of the axis.
+        highest = max(most, means.y[means.y <= 1.6 * most].max(), best.high.max())
+        # A loss takes little more room than the gains.
+        lowest = max(gains.low.min(), min(-1.2 * highest, best.low.min()))
     pad = 0.06 * (highest - lowest)
     return lowest - pad, highest + pad
 
@@ -183,15 +229,16 @@ def curves(
     if lines is None:
         lines = [line for line in rows.line.unique() if line != reference]
     looks = {line: look | {"marker": ""} for line, look in _looks(rows, lines).items()}
-    # The first validations are far above all that matters, and so is what diverged.
-    late = rows[rows.x >= rows.x.max() / 4]
+    # The first validations are far above all that matters, and of many lines so is what diverged.
+    late = rows[rows.x >= rows.x.max() / 4].groupby("line").y.max()
     best = rows.y.min()
-    highest = late.groupby("line").y.max().median()
+    highest = late.max() if len(late) <= MOST else late.median()
     pad = 0.05 * (highest - best) + FLOOR
+    limits = _limits_of_errors(rows) if y == "val/error" else (best - pad, highest + pad)
     ax.set_xlim(0, rows.x.max())
     ax.xaxis.set_major_locator(ticker.MaxNLocator(4))
     ax.set_xlabel("tokens of training")
-    _draw(ax, rows[POINT], looks, (best - pad, highest + pad), "{:.2f}")
+    _draw(ax, rows[POINT], looks, limits, "{:.2f}")
     return ax
 
 
@@ -245,7 +292,7 @@ def short(line: str, most: int = LONGEST) -> str:
 
 def chosen(table: pd.DataFrame) -> list[str]:
     """Return the lines that have colours: the best of each encoding at the longest text, and at most 8."""
-    rows = by_length(over_seeds(table))
+    rows = headline(over_seeds(table))
     rows = rows[rows.length == rows.length.max()]
     # These two have a look of their own.
     rows = rows[(rows.line != BEST_POSSIBLE) & (rows.line != rows.reference)].sort_values("rank")
@@ -314,6 +361,12 @@ def _draw(
         look = look | {"transform": ax.transData + aside}
         bars = None if line == BEST_POSSIBLE else [means.y - means.low, means.high - means.y]
         ax.errorbar(means.x, means.y, bars, **look, markersize=4.5, elinewidth=1.2)
+        # What goes on beyond the axis, a line or an interval, ends in an arrow.
+        reached = means[["y", "low", "high"]]
+        beyond = {"v": (low, reached.min(axis=1) < low), "^": (high, reached.max(axis=1) > high)}
+        for marker, (border, leaves) in beyond.items():
+            for place in means.x[leaves]:
+                ax.plot(place, border, **look | {"marker": marker, "clip_on": False}, markersize=4.5)
         dots = of_line[of_line.seed.notna()]
         if len(dots) > len(means):
             ax.plot(dots.x, dots.y, **look | {"marker": ".", "linestyle": ""}, markersize=2.5, alpha=0.45)
@@ -373,5 +426,14 @@ def titled(ax: Axes, title: str, note: str) -> None:
     )
     ax.annotate(
         "\n".join(lines), (0, 1), xytext=(0, 8), xycoords="axes fraction", textcoords="offset points", va="bottom",
-        color=LIGHT.muted, fontsize=SIZE - 1, linespacing=1.25,
+        color=LIGHT.muted, fontsize=SIZE - 1, linespacing=1.25, gid=NOTE,
     )  # fmt: skip
+
+
+def untitled(ax: Axes) -> Axes:
+    """Take the title and the note from a figure, for a place that has words of its own."""
+    ax.set_title("", loc="left")
+    for text in ax.texts:
+        if text.get_gid() == NOTE:
+            text.remove()
+    return ax

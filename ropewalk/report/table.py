@@ -100,6 +100,18 @@ def by_length(table: pd.DataFrame, quantity: str = "loss") -> pd.DataFrame:
     return rows[rows["eval"] == settings]
 
 
+def headline(table: pd.DataFrame) -> pd.DataFrame:
+    """Return what a table is about: the rows of a text's loss, or else of the errors of a task."""
+    losses = by_length(table)
+    return by_length(table, "error") if losses.empty else losses
+
+
+def worst_part(rows: pd.DataFrame) -> str:
+    """Return the part with the largest value at the longest text, of equal ones the first by name."""
+    longest = over_seeds(rows[rows.length == rows.length.max()])
+    return str(longest.groupby("part").value.max().idxmax())
+
+
 def verdict(low: float, high: float, tolerance: float) -> str:
     """Say what reading on is worth by the interval of the gain: "level", "better", "worse" or "undecided"."""
     rules = {
@@ -307,7 +319,10 @@ def _minus(first: Sequence[BySeed], second: Sequence[BySeed]) -> list[Sample | N
             differences.append(None)
             continue
         minuend, subtrahend = stacked([a[seed] for seed in seeds]), stacked([b[seed] for seed in seeds])
-        differences.append(Sample(minuend.values - subtrahend.values, minuend.units))
+        # A damaged file may have other documents at each length.
+        is_paired = minuend.units.size == subtrahend.units.size
+        difference = Sample(minuend.values - subtrahend.values, minuend.units) if is_paired else None
+        differences.append(difference)
     return differences
 
 

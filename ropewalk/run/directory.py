@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import version
@@ -315,7 +316,10 @@ def check_identity(run: Path, identity: dict[str, Any]) -> None:
 
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of metrics.jsonl. Raises ConfigError: names a damaged line."""
+    """Yield the rows of metrics.jsonl. A row that was changed, perhaps by hand, is a warning: no result is made of it.
+
+    Raises ConfigError: names a damaged line.
+    """
     path = refuse_link(run / "metrics.jsonl")
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
@@ -323,10 +327,15 @@ def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith("\n"):
                 return
             try:
-                row = unsealed(json.loads(line))
+                row = json.loads(line)
                 row["step"] += 0  # fails unless it is a number
             except (ValueError, TypeError, KeyError):
                 raise ConfigError(f"{path}, line {number}, is damaged: restore it, or train again") from None
+            try:
+                unsealed(row)
+            except ValueError:
+                warnings.warn(f"{path}, line {number}, was changed after it was written", stacklevel=2)
+            row.pop("checksum", None)
             yield row
 
 

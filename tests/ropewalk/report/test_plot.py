@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
-from synthetic import LENGTHS, TRAIN_LEN, write_runs
+from synthetic import LENGTHS, TEXTS, TRAIN_LEN, edited, write_run, write_runs
 
 import ropewalk
 from ropewalk.report import plot
@@ -108,15 +108,56 @@ NAMED = [
 ]
 
 
-def test_the_best_line_is_on_the_axis_and_what_leaves_it_has_its_number(table):
+def test_of_few_lines_none_leaves_the_axis(table):
     ax = plot.gain(table, plot.new(), lines=NAMED)
     bottom, top = ax.get_ylim()
-    ends = over_seeds(table).query("length == 2048").set_index("line")
+    gains = over_seeds(table).query("length >= @TRAIN_LEN").gain
+    assert bottom < gains.min() < gains.max() < top
+    assert "2 more" in [text.get_text() for text in ax.texts]
+
+
+def arrows_of(ax):
+    """Where an arrow marks that something goes on beyond the axis: (length, end of the axis)."""
+    return {tuple(line.get_xydata()[0]) for line in ax.lines if not line.get_clip_on()}
+
+
+def test_of_many_lines_what_leaves_the_axis_has_its_number_and_an_arrow(table):
+    others = [table[table.line == "nope"].assign(line=f"nope {number}") for number in range(9)]
+    many = pd.concat([table, *others], ignore_index=True)
+    ax = plot.gain(many, plot.new(), lines=NAMED)
+    bottom, top = ax.get_ylim()
+    means = over_seeds(table).query("length >= @TRAIN_LEN")
+    ends = means.query("length == 2048").set_index("line")
     assert ends.gain.idxmax() == "fox"
     assert bottom < ends.gain_low["fox"] < ends.gain_high["fox"] < top
-    words = [text.get_text() for text in ax.texts]
-    assert f"rope ↓ {ends.gain['rope']:+.2f}" in words
-    assert "2 more" in words
+    assert f"rope ↓ {ends.gain['rope']:+.2f}" in [text.get_text() for text in ax.texts]
+    drawn = means[means.line.isin([*NAMED, "rope"])]
+    leaving = drawn[drawn[["gain", "gain_low"]].min(axis=1) < bottom]
+    assert arrows_of(ax) == {(length, bottom) for length in leaving.length}
+
+
+@pytest.fixture(scope="module")
+def of_task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    for pe, wrong in {"rope": 50, "cope": 2}.items():
+        for seed in range(3):
+            with edited(write_run(folder, pe, seed, task="recall")) as values:
+                for part in values["measured"]:
+                    part["tokens"] = [100] * TEXTS
+                    part["errors"] = [wrong + seed] * TEXTS
+    return ropewalk.runs(folder)
+
+
+def test_errors_of_a_task_are_the_medians_of_the_table_with_their_range(of_task):
+    ax = plot.errors(of_task, plot.new(), part="sparse")
+    rows = over_seeds(of_task).query("part == 'sparse' and line == 'cope'")
+    mean = next(xy for xy in of_colour(ax, plot.LINES[0]) if len(xy) == len(rows))
+    np.testing.assert_array_equal(mean, rows[["length", "value"]])
+    assert rows[["low", "value", "high"]].iloc[0].tolist() == [2, 3, 4]
+    assert ax.get_ylim()[0] < 0 < 52 < ax.get_ylim()[1]
+    assert plot.untitled(ax).get_title(loc="left") == ""
+    with pytest.raises(ValueError, match=r"part=odd: there is .*sparse"):
+        plot.errors(of_task, plot.new(), part="odd")
 
 
 @pytest.mark.parametrize("size", [plot.WIDE, plot.NARROW])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -202,6 +203,26 @@ def test_of_copies_one_counts_and_it_is_finished(tmp_path):
     assert copies == [f"{tmp_path}/a/rope-code", f"{tmp_path}/c/rope-code"]
 
 
+def test_of_equal_runs_the_one_with_results_counts(tmp_path):
+    shutil.rmtree(write_run(tmp_path / "a") / "evals")
+    write_run(tmp_path / "b")
+    runs = frame.load(tmp_path)
+    assert list(runs.runs.index) == [f"{tmp_path}/b/rope-code"]
+    assert set(results(runs).line) == {"rope"}
+
+
+def test_a_curve_that_cannot_be_read_is_missing_with_its_reason(tmp_path):
+    row = '{"step": 1, "tokens": 9}\n'
+    for pe, text in {"rope": row, "fox": row + "{\n"}.items():
+        (write_run(tmp_path, pe) / "metrics.jsonl").write_text(text)
+    runs = frame.load(tmp_path)
+    assert set(frame.curves(runs).label) == {"rope"}
+    ((path, reason),) = runs.left_out
+    assert path == f"{tmp_path}/fox-code/metrics.jsonl"
+    assert "line 2, is damaged" in reason
+    assert set(results(runs).line) == {"rope", "fox"}
+
+
 def test_sections_share_data_and_texts_or_training_lengths(tmp_path):
     runs = {
         "other data": {"identity": "b"},
@@ -241,7 +262,7 @@ def test_a_task_is_told_by_the_seeds_that_learned_it(tmp_path):
     }
     assert table[["difference", "low"]].isna().all(axis=None)  # of one seed there is no range
     first = answer(table.reset_index())[0]
-    assert "in sparse, the difficulty that is worst there, fox has the fewest errors, 5.0 % errors" in first
+    assert "in sparse, the difficulty that is worst there, fox is best, 5.0 % errors" in first
 
 
 def test_far_text_is_pooled_over_what_is_far(tmp_path):
