@@ -8,12 +8,13 @@ from functools import partial
 import pytest
 import yaml
 from conftest import ROOT
-from process_helpers import STEP, On
+from process_helpers import On
 
 from ropewalk.app.resolve import load_config
 from ropewalk.evaluation.objective import objective
 from ropewalk.run.directory import RunDir
 
+ROW = "ropewalk.run.directory.append"  # called once for each row of metrics.jsonl
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
 
 
@@ -61,7 +62,7 @@ def test_a_launcher_that_waits_for_sigusr2_gets_it_after_a_checkpoint(train, mon
 
     old = signal.signal(signal.SIGUSR2, requeue)
     try:
-        with On(STEP, 8, partial(signal.raise_signal, signal.SIGUSR2)):
+        with On(ROW, 2, partial(signal.raise_signal, signal.SIGUSR2)):
             train("pe=rope", *SHORT, code=None)
     finally:
         signal.signal(signal.SIGUSR2, old)
