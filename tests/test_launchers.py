@@ -9,7 +9,6 @@ import pytest
 from conftest import ROOT
 from process_helpers import On
 
-
 ROW = "ropewalk.run.directory.append"  # called once for each row of metrics.jsonl
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
 
