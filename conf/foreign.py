@@ -44,6 +44,7 @@ FOREIGN = {
     "enable_progress_bar": "a terminal has a bar, and a file has lines",
     "eval_steps": "trainer.val_every",
     "experiment_name": "name",
+    "extras": "each program has the keys that its --help shows, and no others",
     "fast_dev_run": _TRIAL,
     "fp16": _FP16,
     "gpus": "trainer.devices",

@@ -5,7 +5,6 @@ costs nothing.
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any
 
 # Names that `__getattr__` makes.
@@ -14,7 +13,7 @@ __all__ = ["Model", "__version__", "attend", "curves", "encoding", "encodings", 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return version("ropewalk")
+        return import_module("importlib.metadata").version("ropewalk")
     if name == "plot":  # matplotlib, which nothing else imports
         return import_module("ropewalk.report.plot")
     if name not in __all__:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +13,8 @@ from omegaconf import DictConfig
 from pydantic import ConfigDict, Field, validate_call
 from torch import Tensor
 
+from conf.options import CONF_DIR, encoding_names
 from conf.options import encoding as options_of_encoding
-from conf.options import encoding_names
 from conf.schema import GPTConfig, parse
 from data.base import Data
 from model import position
@@ -218,6 +219,10 @@ def train(*overrides: str, config: DictConfig | None = None) -> Path:
         KeyboardInterrupt: after Ctrl-C, and a checkpoint. The same call resumes.
         SystemExit: after another signal, and a checkpoint.
     """
+    spec = find_spec("train")
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != CONF_DIR.parent / "train.py":
+        where = spec.origin if spec else "no file"
+        raise ValueError(f"train.py is {where}, not Ropewalk's: give that file another name")
     from train import train as train_run
 
     with composed("train", *overrides) if config is None else nullcontext(config) as chosen:

@@ -109,6 +109,8 @@ def single_jobs(overrides):
     choices = []
     for override in OverridesParser.create().parse_overrides(overrides):
         values = [override.input_line]
+        if override.is_sweep_override() and not override.is_discrete_sweep():
+            continue  # an interval that a search draws from
         if override.is_sweep_override():
             key = override.input_line.partition("=")[0]
             values = [f"{key}={value}" for value in override.sweep_string_iterator()]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 
 from lab.board.trials import Losses
 from ropewalk.evaluation.statistics import Estimate, Sample, estimate, stacked
@@ -34,6 +34,7 @@ class Finding(NamedTuple):
     low: float
     high: float
     level: float
+    error: float  # standard error of `bits`
     word: str  # better, not separated or worse
 
 
@@ -69,7 +70,8 @@ def judge(mine: Samples, against: Samples, *, train_len: int, longest: int, numb
         own_level = level * ((1 - DECIDING) / (len(advantages) - 1) if findings else DECIDING)
         e = at_level(advantage, own_level)
         word = "not separated" if not e.separated else "better" if e.value > 0 else "worse"
-        findings[name] = Finding(e.value, e.low, e.high, own_level, word)
+        error = advantage.half / float(stdtrit(advantage.freedom, 0.975))
+        findings[name] = Finding(e.value, e.low, e.high, own_level, error, word)
     return findings
 
 
@@ -97,6 +99,18 @@ def at_level(e: Estimate, level: float) -> Estimate:
 def _at_best(side: Samples, train_len: int) -> Sample:
     """Return the longest text of a side, or the same text cut to train_len if that has the lower loss."""
     return min(side[train_len], side[max(side)], key=lambda sample: sample.values.sum())
+
+
+def visible_lead(finding: Finding, seeds: int, of: int) -> float:
+    """A true lead, in bits, that `of` seeds would find in about four of five tries at the level of a finding.
+
+    Args:
+        seeds: those of the finding, whose standard error is taken to fall with the root of their number.
+    """
+    # The interval of `of` seeds, and so much above it that a try in five falls short.
+    quantile = stdtrit([seeds - 1, of - 1], 1 - finding.level / 2)
+    half = (finding.high - finding.low) / 2 * quantile[1] / quantile[0]
+    return float((half + ndtri(0.8) * finding.error) * np.sqrt(seeds / of))
 
 
 def sentence(findings: Mapping[str, Finding]) -> str:

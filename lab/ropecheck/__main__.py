@@ -1,11 +1,11 @@
 """Say whether an engine computes the RoPE that was configured, and if not, what it does instead.
 
-python -m lab.ropecheck module:function         a function: (config, positions, kind of layer) -> (cos, sin)
-python -m lab.ropecheck transformers:CLASS       a model class of the installed transformers, such as LlamaForCausalLM
-python -m lab.ropecheck transformers:FOLDER      the model whose config.json is in a folder
-python -m lab.ropecheck http://HOST/v1/completions   a server that has loaded the tiny model
-python -m lab.ropecheck model FOLDER             write the tiny model
-python -m lab.ropecheck vectors FILE             write what all cases must give
+python -m ropecheck module:function         a function: (config, positions, kind of layer) -> (cos, sin)
+python -m ropecheck transformers:CLASS       a model class of the installed transformers, such as LlamaForCausalLM
+python -m ropecheck transformers:FOLDER      the model whose config.json is in a folder
+python -m ropecheck http://HOST/v1/completions   a server that has loaded the tiny model
+python -m ropecheck model FOLDER             write the tiny model
+python -m ropecheck vectors FILE             write what all cases must give
 
 Exit code: 0 right, 1 wrong, 2 it cannot be told.
 """
@@ -54,8 +54,13 @@ def golden() -> dict[str, Any]:
                 "logits": logits.round(4).tolist(),
             }
         cases.append({"name": name, "kind": kind, "config": config, "lengths": numbers})
-    vectors = {"q": q.ravel().tolist(), "k": k.ravel().tolist(), "distances": DISTANCES}
-    return vectors | {"prompt": tiny.prompt(128), "cases": cases}
+    return {
+        "q": q.ravel().tolist(),
+        "k": k.ravel().tolist(),
+        "distances": DISTANCES,
+        "prompt": tiny.prompt(128),
+        "cases": cases,
+    }
 
 
 def main(arguments: list[str]) -> int:

@@ -37,12 +37,6 @@ def other(s: dict[str, Any]) -> dict[str, Any]:
     return theirs | {"kind": s["kind"], "length": s["length"]}
 
 
-def rounded(x: np.ndarray) -> np.ndarray:
-    """Round to the 8 binary digits of bfloat16."""
-    mantissa, exponent = np.frexp(x)
-    return np.ldexp(np.round(mantissa * 256) / 256, exponent)
-
-
 FAULTS: tuple[Fault, ...] = (
     ("the scaling is ignored", lambda s: UNSCALED),
     ("{name} is off up to {original} tokens", lambda s: s["length"] <= s["original"] and UNSCALED),
@@ -123,7 +117,10 @@ FAULTS: tuple[Fault, ...] = (
         lambda s: typed(s, "proportional", dim=2 * s["kept"]),
     ),
     ("rotates in the opposite direction", lambda s: {"change": np.negative}),
-    ("frequencies are rounded to bfloat16", lambda s: {"change": rounded}),
+    (
+        "frequencies are rounded to bfloat16",  # to 8 binary digits
+        lambda s: {"change": lambda f: np.ldexp(np.round(np.frexp(f)[0] * 256) / 256, np.frexp(f)[1])},
+    ),
     ("positions are one too large", lambda s: {"first": 1}),
     ("pairs of channels are (2i, 2i + 1), not (i, i + D/2)", lambda s: {"interleaved": True}),
 )
@@ -144,20 +141,13 @@ def explain(items: Sequence[Any], error: Callable[[Sequence[Fault], Any], float]
         error: how far an item is from what an engine with these faults gives; 1 is the most that rounding explains.
     """
     lines: dict[str, list[str]] = {}
-    for name in dict.fromkeys(item[0] for item in items):
+    wrong = {item[0]: item[1] for item in reversed(items) if not error((), item) <= 1}  # settings of the first by name
+    for name, s in wrong.items():
         own = [item for item in items if item[0] == name]
-        wrong = [item for item in own if not error((), item) <= 1]
-        if not wrong:
-            continue
-        s = wrong[0][1]
         line = f"no fault known here explains that it is off in a text of {s['length']} tokens"
         for size in (2, 1):
             found = [faults for faults in combinations(FAULTS, size) if all(error(faults, item) <= 1 for item in own)]
-            if found:
-                line = ", or ".join(in_words(faults, s) for faults in found[:3])
-        lines.setdefault(line, []).append(name)
+            words = [" and ".join(text for text, _ in faults) for faults in found[:3]]
+            line = ", or ".join(words) or line
+        lines.setdefault(line.format(name=NAMES[s["rope_type"]], **s), []).append(name)
     return [f"{', '.join(names)}: {line}" for line, names in lines.items()]
-
-
-def in_words(faults: Sequence[Fault], s: dict[str, Any]) -> str:
-    return " and ".join(text.format(name=NAMES[s["rope_type"]], **s) for text, _ in faults)

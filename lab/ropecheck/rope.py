@@ -43,9 +43,8 @@ def settings(config: dict[str, Any], kind: str = FULL, length: int = 1) -> dict[
     s["head_dim"] = s.get("head_dim") or s["hidden_size"] // s["num_attention_heads"]
     rotated = int(s["head_dim"] * s["partial_rotary_factor"])
     # The exponents of p-RoPE are those of the whole head.
-    s["dim"] = s["head_dim"] if s["rope_type"] == "proportional" else rotated
-    s["pairs"] = s["dim"] // 2
-    s["kept"] = rotated // 2
+    dim = s["head_dim"] if s["rope_type"] == "proportional" else rotated
+    s |= {"dim": dim, "pairs": dim // 2, "kept": rotated // 2}
     s["attention_factor"] = s.get("attention_factor") or attention_factor(s)
     return s
 

@@ -61,6 +61,8 @@ def run(module: str, schema: str | None = None) -> NoReturn:
     """
     if LAUNCHER in os.environ:  # a sweep has started this process
         die_with_parent(int(os.environ.pop(LAUNCHER)))
+    if sys.stdout is None:  # closed, as by >&-
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal may lack a character, such as that of an interval
             stream.reconfigure(errors="replace")

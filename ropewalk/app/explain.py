@@ -52,6 +52,9 @@ def check_overrides() -> None:
     """Raise ConfigError for what Hydra takes on the command line of the current job, but to no good."""
     config = HydraConfig.get()
     for override in config.overrides.task:
+        if override.startswith("~"):
+            remedy = "give it another value, as in logger=none, optim.grad_clip=null or pe=NAME"
+            raise ConfigError(f"{override}: a program needs each of its keys; {remedy}")
         group, _, choice = override.partition("=")
         if choice.startswith("[") and group not in SEVERAL and (CONF_DIR / group).is_dir():
             each = choice.strip("[]")

@@ -15,9 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.live import Live
-
 from ropewalk.run.stop import INTERRUPTED, STOPPED, noting_signals
 
 # Environment variables of the processes that are started here: the id of this one, with which they end, and the file
@@ -182,6 +179,9 @@ def last_line(log: Path) -> str:
 @contextlib.contextmanager
 def _shown(running: Mapping[str, Running]) -> Iterator[Any]:
     """Yield a function that shows what runs: on a terminal a line for each program, else now and then one for all."""
+    from rich.console import Console  # both take as long to import as half of Hydra
+    from rich.live import Live
+
     console = Console()
 
     def lines() -> list[str]:

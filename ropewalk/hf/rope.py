@@ -233,10 +233,13 @@ def _rope_parameters(pe: Any) -> dict[str, Any]:
     # one for longer texts.
     plain = inverse_frequencies(pe.rotary_dim, pe.base)
     original = getattr(pe, "original_len", pe.train_len)
+    divisors = [plain / pe.frequencies(length) for length in (original, original + 1)]
+    if not all(divided.isfinite().all() for divided in divisors):
+        raise ValueError(f"{cls.__name__} cannot be exported: transformers has frequencies of 0 in p-RoPE alone")
     return settings | {
         "rope_type": "longrope",
         ORIGINAL: original,
-        "short_factor": (plain / pe.frequencies(original)).tolist(),
-        "long_factor": (plain / pe.frequencies(original + 1)).tolist(),
+        "short_factor": divisors[0].tolist(),
+        "long_factor": divisors[1].tolist(),
         "attention_factor": math.sqrt(pe.logit_scale),
     }

@@ -265,7 +265,8 @@ def naming_damage(path: Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ConfigError(f"{path} is damaged: {str(error).splitlines()[0]}; {remedy}") from None
+        state = "damaged" if path.exists() else "missing"
+        raise ConfigError(f"{path} is {state}: {str(error).splitlines()[0]}; {remedy}") from None
 
 
 def read_file(path: Path, schema: type[S], remedy: str) -> S:

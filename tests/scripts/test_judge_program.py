@@ -14,7 +14,7 @@ def judge(train, script, monkeypatch):
     """`judge("pe=alibi", ...)` runs the command line on the small corpus and model of `train`."""
     monkeypatch.setattr("train.page.show_results", lambda run: 0.0)
     monkeypatch.setattr(trials, "train_all", train_here)
-    small = ("seeds=2", "eval.lengths=[1,4]")
+    small = ("seeds=3", "eval.lengths=[1,4]")
     return lambda *arguments, code=None: script(program, *train.complete(*small, *arguments), code=code)
 
 
@@ -26,7 +26,8 @@ def test_a_try_ends_with_one_line_and_a_file_and_repeated_it_is_the_same_try(jud
     said = judge("pe=alibi")
     line = said.out.splitlines()[-1]
 
-    assert line.endswith(f"; bits per byte; 2 seeds; try 1 of {train.runs}: intervals for 1")
+    about = "intervals for 1; about four of five such tries find with 3 seeds a lead of "
+    assert f"; bits per byte; try 1 of {train.runs}: {about}" in line
 
     (file,) = (train.runs / "verdicts").glob("*.json")
     verdict = json.loads(file.read_text())
@@ -48,24 +49,24 @@ def test_a_try_ends_with_one_line_and_a_file_and_repeated_it_is_the_same_try(jud
 def test_a_reading_and_an_edited_encoding_are_other_tries(judge, train, monkeypatch):
     judge("pe=alibi")
 
-    assert len(runs_in(train.runs)) == 4
+    assert len(runs_in(train.runs)) == 6
 
     # Read at the training length, its weights are trained as RoPE's are.
     reading = judge("pe=ntk", "pe.scale=4").out
     assert "1x +0.000 ± 0.000 (not separated)" in reading
     assert f"try 2 of {train.runs}: intervals for 2" in reading
-    assert len(runs_in(train.runs)) == 6
+    assert len(runs_in(train.runs)) == 9
 
     monkeypatch.setattr("lab.board.trials.inspect.getsource", lambda module: "edited")
     assert "; try 3 of " in judge("pe=alibi").out
-    assert len(runs_in(train.runs)) == 10
+    assert len(runs_in(train.runs)) == 15
 
 
 MISTAKES = {
     "pe=rope": "pe=rope and against are the same",
     "pe=alibi against=ropee": "did you mean rope",
     "pe=alibi eval.lengths=[2,4]": "lacks the training length: add 1",
-    "pe=alibi seeds=1": "seeds",
+    "pe=alibi seeds=2": "seeds=2",
     "pe=alibi data=recall": "data=recall is a task",
 }
 

@@ -88,3 +88,9 @@ def test_a_prompt_of_any_text(sample, monkeypatch, tmp_path):
     (argument,) = shlex.split(refused.splitlines()[0].rpartition(": ")[2])
 
     assert sample("max_new_tokens=2", argument).out.startswith("def main(")
+
+
+def test_a_closed_output_is_no_error(sample, monkeypatch):
+    """As by >&-, where Python has no stream at all; nor of training."""
+    monkeypatch.setattr("sys.stdout", None)
+    assert "tokens, scale 1" in sample("prompt=a", "max_new_tokens=2").err

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lab.board.judge import at_level, judge
+from lab.board.judge import at_level, judge, visible_lead
 from ropewalk.evaluation.statistics import Sample, estimate
 
 SHORT = 64
@@ -27,21 +27,27 @@ def side(rng, shared, advantage=0.0):
     return losses
 
 
-def words_of(seed, tries, seeds=3, better=0.0):
-    """The words of each try in a folder, all against the same side; `better` in paired standard errors."""
+def findings_of(seed, tries, seeds=3, better=0.0):
+    """What each try in a folder finds, all against the same side; `better` in paired standard errors."""
     rng = np.random.default_rng(seed)
     shared = {}
     for length in (SHORT, LONG):
         shared[length] = 3 * rng.standard_normal((1, TEXTS)) + rng.standard_normal((seeds, 1))
     against = side(rng, shared)
-    # Of the difference of two encodings.
-    variance = 2 * (OF_SEEDS**2 / seeds + 1 / TEXTS + 1 / (seeds * TEXTS))
-    words = []
-    for number in range(1, tries + 1):
-        mine = side(rng, shared, better * np.sqrt(variance))
-        findings = judge(mine, against, train_len=SHORT, longest=LONG, number=number)
-        words.append({name: found.word for name, found in findings.items()})
-    return words
+    for number in tries:
+        mine = side(rng, shared, better * standard_error(seeds))
+        yield judge(mine, against, train_len=SHORT, longest=LONG, number=number)
+
+
+def standard_error(seeds):
+    """Of the difference of two encodings."""
+    return np.sqrt(2 * (OF_SEEDS**2 / seeds + 1 / TEXTS + 1 / (seeds * TEXTS)))
+
+
+def words_of(seed, tries, **options):
+    """The words of each try in a folder."""
+    folder = findings_of(seed, range(1, tries + 1), **options)
+    return [{name: found.word for name, found in findings.items()} for findings in folder]
 
 
 FOLDERS = 300
@@ -84,6 +90,16 @@ def test_an_encoding_that_is_ahead_by_four_paired_standard_errors_is_found():
 
     assert decided >= 0.9
     assert by_any >= 0.95
+
+
+@pytest.mark.parametrize(("seeds", "number"), [(3, 1), (3, 5), (5, 5)])
+def test_a_visible_lead_is_found_in_about_four_of_five_tries(seeds, number):
+    found = [next(findings_of(seed, [number], seeds)) for seed in range(FOLDERS)]
+    leads = [visible_lead(findings["8x or cut"], seeds, seeds) for findings in found]
+    ahead = np.sqrt(np.mean(np.square(leads))) / standard_error(seeds)
+    tries = [next(findings_of(seed, [number], seeds, ahead)) for seed in range(FOLDERS)]
+
+    assert 0.7 <= np.mean([findings["8x or cut"].word == "better" for findings in tries]) <= 0.95
 
 
 def constant(loss):

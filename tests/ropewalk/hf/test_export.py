@@ -16,6 +16,7 @@ from conftest import ENCODINGS, build_gpt, edit, pe_options
 from hf_models import VOCAB, assert_same_logits, exported, tokens
 from packaging.version import Version
 
+from lab.ropecheck.__main__ import main as ropecheck
 from model.generation import generate
 from model.position.network import at_scale, max_len_of, scales_of
 from ropewalk.hf import export, read_model
@@ -100,6 +101,19 @@ def test_an_export_computes_the_same_in_transformers(name, tmp_path):
         texts = model.double().generate(tokens(PROMPT), max_new_tokens=12, do_sample=False)
         new = generate(net, tokens(PROMPT), 12, encodings=encodings, temperature=0)
         assert torch.equal(torch.stack([*new], dim=1), texts[:, PROMPT:])
+
+
+def rotates(name):
+    """Whether ropecheck can tell: all layers have RoPE, and transformers does not remember longer texts."""
+    return EXPORTS[name]["encoding"] not in ("learned", "nope", "dynamic_ntk")
+
+
+@pytest.mark.parametrize("name", [*filter(rotates, EXPORTS)])
+def test_ropecheck_finds_an_export_right(name, tmp_path):
+    """By formulas in numpy, at lengths around the original one, in each kind of layer."""
+    net, pe = build(**EXPORTS[name])
+    exported(net, pe, tmp_path / "out", scale=largest_scale(net))
+    assert ropecheck([f"transformers:{tmp_path / 'out'}"]) == 0
 
 
 OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*EXPORTS})]

@@ -1,0 +1,60 @@
+"""Engines of others: Hydra's launchers run sweeps, submitit requeues, and a time limit stops."""
+
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+from conftest import ROOT
+from process_helpers import On
+
+ROW = "ropewalk.run.directory.append"  # called once for each row of metrics.jsonl
+SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
+
+
+def sweep(train, *options):
+    """A sweep in a process of its own: some launchers leave processes behind in that of the tests."""
+    command = [sys.executable, "train.py", *train.complete("-m", *SHORT, *options)]
+    command = [word for word in command if word != "hydra/launcher=basic"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+
+
+def runs_of(train):
+    return {path.parent.name for path in train.runs.glob("*/training.json")}
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_other_launchers_run_a_sweep(train, launcher):
+    sweep(train, f"hydra/launcher={launcher}", "pe=rope,nope")
+
+    assert runs_of(train) == {"rope-text", "nope-text"}
+
+
+def test_a_launcher_that_waits_for_sigusr2_gets_it_after_a_checkpoint(train, monkeypatch):
+    """As submitit, whose handler requeues the job and ends the process."""
+    checkpoints = []
+
+    def requeue(number, frame):
+        checkpoints.extend(path.name for path in train.runs.glob("*/checkpoints/*"))
+        raise SystemExit(-1)
+
+    old = signal.signal(signal.SIGUSR2, requeue)
+    try:
+        with On(ROW, 2, partial(signal.raise_signal, signal.SIGUSR2)):
+            train("pe=rope", *SHORT, code=None)
+    finally:
+        signal.signal(signal.SIGUSR2, old)
+
+    assert checkpoints
+    assert not (train.runs / "rope-text" / "training.json").exists()
+
+    assert "continuing" in train("pe=rope", *SHORT).out
+
+
+def test_a_time_limit_stops_after_a_checkpoint_and_the_same_command_resumes(train):
+    outcome = train("pe=rope", "trainer.time_limit=1e-9", *SHORT, code=75)
+
+    assert "SIGALRM: stopped after step 1; " in outcome.out
+    assert "continuing" in train("pe=rope", *SHORT).out
+    assert (train.runs / "rope-text" / "training.json").exists()
