@@ -82,7 +82,7 @@ def planned(train, monkeypatch):
             for name, (program, *overrides) in commands.items():
                 assert program.endswith("train.py")
                 started[name] = [override for override in overrides if not override.startswith("hydra")]
-            return dict.fromkeys(commands, side_by_side.Ended("", b"1.0"))
+            return dict.fromkeys(commands, side_by_side.Ended("", b"1.0", 1.0))
 
         monkeypatch.setattr(side_by_side, "run_all", run_all)
         train(*options, "-m", "hydra/launcher=side_by_side")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from ropewalk.run.stop import INTERRUPTED, STOPPED, noting_signals
@@ -31,6 +32,7 @@ class Ended(NamedTuple):
 
     problem: str  # what went wrong, or ""
     result: bytes  # what its task returned, as JSON
+    seconds: float  # that it took
 
 
 @dataclass
@@ -93,41 +95,43 @@ def run_all(commands: Mapping[str, Sequence[str]], places: Sequence[Place], logs
     """
     waiting = [*commands]
     free = [*places][: len(waiting)]
-    if waiting:
-        print(f"{len(waiting)} to run, {len(free)} at once; what they print is in {logs}", flush=True)
-        logs.mkdir(parents=True, exist_ok=True)
     at_once = len(free)
+    if waiting:
+        print(f"{len(waiting)} to run, {at_once} at once; what they print is in {logs}", flush=True)
+        logs.mkdir(parents=True, exist_ok=True)
     running: dict[str, Running] = {}
     ended: dict[str, Ended] = {}
-    seconds: list[float] = []  # that those which ended took
     with noting_signals() as signals, _shown(running) as show:
-        while waiting or running:
-            if signals:
-                waiting.clear()
-                for one in running.values():
-                    # Also after Ctrl-C, which has reached them all if it came from a terminal: a second one would kill.
-                    one.process.terminate()
-                _wait(running)
-                break
+        while (waiting or running) and not signals:
             while waiting and free:
                 name = waiting.pop(0)
                 running[name] = _start(commands[name], free.pop(0), logs / f"{name}.txt")
-            for name, one in [*running.items()]:
-                if one.process.poll() is not None:
-                    del running[name]
-                    free.append(one.place)
-                    ended[name] = _outcome(one)
-                    seconds.append(time.monotonic() - one.started)
-                    left = len(commands) - len(ended)
-                    minutes = left / at_once * sum(seconds) / len(seconds) / 60
-                    about = f", about {minutes:.0f} min" if left else ""
-                    print(f"{name}: {ended[name].problem or 'done'}; {left} left{about}", flush=True)
+            for name in [name for name, one in running.items() if one.process.poll() is not None]:
+                one = running.pop(name)
+                free.append(one.place)
+                ended[name] = _outcome(one)
+                print(f"{name}: {_said(ended, name, len(commands), at_once)}", flush=True)
             show()
             time.sleep(POLL)
+        # After a signal some still run. They stop after a checkpoint, if they had begun to train. Also after Ctrl-C,
+        # which has reached them all if it came from a terminal: a second one would kill them.
+        for one in running.values():
+            one.process.terminate()
+        for one in running.values():
+            one.process.wait()
+            os.close(one.result)
     if signals:
         print(f"{signals[0]}: stopped, {len(ended)} of {len(commands)} had ended; the same command goes on", flush=True)
         raise SystemExit(INTERRUPTED if "SIGINT" in signals else STOPPED)
     return ended
+
+
+def _said(ended: Mapping[str, Ended], name: str, of: int, at_once: int) -> str:
+    """The line about a program that has just ended, one `of` so many, and about the time of those that are left."""
+    left = of - len(ended)
+    seconds = fmean(one.seconds for one in ended.values())
+    about = f", about {left / at_once * seconds / 60:.0f} min" if left else ""
+    return f"{ended[name].problem or 'done'}; {left} left{about}"
 
 
 def _start(command: Sequence[str], place: Place, log: Path) -> Running:
@@ -145,27 +149,24 @@ def _start(command: Sequence[str], place: Place, log: Path) -> Running:
     return Running(process, place, log, reader)
 
 
-def _wait(running: dict[str, Running]) -> None:
-    """Wait until all programs have ended: after a checkpoint, if they had begun to train."""
-    for one in running.values():
-        one.process.wait()
-        os.close(one.result)
-
-
 def _outcome(one: Running) -> Ended:
     with os.fdopen(one.result, "rb") as file:
         result = file.read()
-    code = one.process.returncode
+    return Ended(_problem(one.process.returncode, one.log), result, time.monotonic() - one.started)
+
+
+def _problem(code: int, log: Path) -> str:
+    """What an exit code means, and the last line of the log; "" of a program that ended well."""
     if code == 0:
-        return Ended("", result)
+        return ""
     if code in (STOPPED, INTERRUPTED):
-        return Ended("stopped by a signal, after a checkpoint", result)
+        return "stopped by a signal, after a checkpoint"
     if code == -signal.SIGKILL:
-        return Ended("killed, perhaps for lack of memory", result)
+        return "killed, perhaps for lack of memory"
     if code < 0:
-        return Ended(f"ended by {signal.Signals(-code).name}", result)
-    reason = last_line(one.log).removeprefix("error: ") or f"exit code {code}"
-    return Ended(f"failed: {reason}", result)
+        return f"ended by {signal.Signals(-code).name}"
+    reason = last_line(log).removeprefix("error: ") or f"exit code {code}"
+    return f"failed: {reason}"
 
 
 def last_line(log: Path) -> str:
