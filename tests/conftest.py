@@ -46,6 +46,7 @@ ENCODINGS = [name for name in YAMLS if name not in PRESETS]
 def group_options(group: str, name: str) -> dict:
     """The options in conf/`group`/`name`.yaml, over those that it inherits."""
     values = OmegaConf.to_container(read_yaml(ROOT / "conf" / group / f"{name}.yaml"))
+    values = values.get(group, values)  # data bring settings of other groups, too
     for parent in values.pop("defaults", []):
         if parent != "_self_":
             values = group_options(group, parent) | values

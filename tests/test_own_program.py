@@ -1,5 +1,6 @@
 """docs/own_program.md: its blocks of code run in a folder of the user's; and what hides our train.py is named."""
 
+import ast
 import os
 import re
 import subprocess
@@ -38,8 +39,7 @@ def test_a_hydra_program_of_the_users_trains(tmp_path):
     (tmp_path / "configs" / "study.yaml").write_text(conf)
     program = PROGRAM.replace("def main(config):\n", "def main(config):\n" + BEFORE).replace("\n\n\nmain()", AFTER)
     (tmp_path / "study.py").write_text(program)
-    small = re.search(r"SMALL = \[(.*?)\]\nrun", PAGE, re.DOTALL).group(1).replace('"', "").replace("\n", "")
-    options = [option.strip() for option in re.split(r",(?=\s*\w[\w.]*=)", small)]
+    options = ast.literal_eval(re.search(r"SMALL = (\[.*?\n\])", PAGE, re.DOTALL)[1])
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "study.py", "pe=rope", *options], cwd=tmp_path, env=environment, check=True)
 

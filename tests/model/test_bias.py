@@ -87,7 +87,7 @@ CASES = [
     (fox, {"constant_gates": True, "decay_times": [0.5, 64.0]}),
     (relative, {}),
     (relative, {"max_distance": 3, "beyond": "zero"}),
-    (relative, {"max_distance": 0}),
+    (relative, {"max_distance": 1}),
 ]
 
 

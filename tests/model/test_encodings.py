@@ -182,12 +182,12 @@ def test_packed_documents_are_read_as_if_each_was_alone(placed):
     assert_read_alone(network(**placed | {"train_len": LENGTH}))
 
 
-@pytest.mark.parametrize("name", ["dynamic_ntk", "longrope"])
+@pytest.mark.parametrize("scaling", ["dynamic_ntk", "longrope"])
 @torch.no_grad()
-def test_packed_documents_are_as_long_as_they_are(name):
+def test_packed_documents_are_as_long_as_they_are(scaling):
     """Some are longer than original_len, others only with their padding, where these two rotate otherwise."""
     pe = {"original_len": 21, "scale": 4.0}
-    net = network(name, train_len=LENGTH, pe=pe)
+    net = network(scaling, train_len=LENGTH, pe=pe)
     assert_read_alone(net, exact_above(net.encodings))
 
 

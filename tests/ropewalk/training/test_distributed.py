@@ -5,6 +5,7 @@ import re
 
 import pytest
 from lightning.fabric import Fabric
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from model.gpt import GPT
 from ropewalk.app.configure import train_values
@@ -75,6 +76,7 @@ def test_what_fabric_is_told(monkeypatch, devices, variables, expected):
         assert os.environ.get("MASTER_ADDR") is None
 
     monkeypatch.setattr(Fabric, "launch", launch)
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # Fabric sets it for the whole process
     trainer = check(train_values("pe=rope", f"trainer.devices={devices}", "trainer=ddp")).trainer
     trainer = trainer.model_copy(update={"devices": resolve_devices(devices, device="cpu")})
     with distributed.launch(trainer, Hardware("cpu", "32-true", False)):
