@@ -126,16 +126,3 @@ def of_features() -> dict[str, tuple[float, Weights]]:
     # The slope of a least-squares line through all 16 over the number of features, of mean 2 and sum of squares 16.
     effects["each feature more"] = (1, {line: (sum(switches) - 2) / 16 for line, switches in lines.items()})
     return effects
-
-
-def of_gates() -> dict[str, tuple[float, Weights]]:
-    """What gates that see the content, their initial values and their rate are worth at 8x: docs/log/gates.md."""
-    pairs = [
-        ("constant", "fox"),
-        ("tenfold", "fox"),
-        ("fitted", "fox"),
-        ("slopes", "alibi"),
-        ("slopes", "constant"),
-        ("constant", "kerple"),
-    ]
-    return {f"{arm} minus {other}": (8, {arm: 1, other: -1}) for arm, other in pairs}

@@ -249,8 +249,6 @@ EFFECTS = {
     "dropping": effects.of_dropping,
     "newer": effects.of_newer,
     "olmpool": effects.of_features,
-    "gates": effects.of_gates,
-    "gates_switch": effects.of_gates,
 }
 # The hazard of tables beside which the counter of pairs stands. At 0 it is the best possible predictor.
 COUNTED = {"switch": 0.01, "gates_switch": 0.01}

@@ -1,4 +1,4 @@
-# The runs of docs/log/drops.md: 400, 1,600 and 6,400 steps after RoPE was dropped, and as many with it: ten hours of one
+# The runs of docs/log/drops.md: 400, 1,600 and 6,400 steps after RoPE was dropped, and as many with it: four hours of one
 # CPU core. Finished runs are skipped: run it again to resume.
 set -euf
 train() {
