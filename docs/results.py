@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,7 +19,8 @@ sys.path.insert(0, str(ROOT))
 from conf.files import write_text  # noqa: E402
 from data.tasks.markov import Markov  # noqa: E402
 from docs import effects  # noqa: E402
-from lab.board import counter  # noqa: E402
+from lab.board import board, counter  # noqa: E402
+from lab.board.rules import over_seeds as of_seeds  # noqa: E402
 from ropewalk.evaluation.archive import write  # noqa: E402
 from ropewalk.report import frame, plot  # noqa: E402
 from ropewalk.report.answer import amount, percent  # noqa: E402
@@ -27,8 +29,14 @@ from ropewalk.report.table import BEST_POSSIBLE, by_length, interval, over_seeds
 
 PICTURE = "docs/gain.svg"
 BY_SEED = "by seed"  # in the place of a column: bits above the best possible loss of each seed, in their order
-# What README shows: what most people ask for, and the best.
+# What README's picture shows: what most people ask for, and the best.
 FIRST = ("fox", "kerple", "alibi", "cope", "nope", "rope", "rope read as rerope", "rope read as yarn at scale 8")
+# Encodings of the board in README's table, and what it calls them.
+SHOWN = dict.fromkeys(["fox", "alibi", "fox_rope", "kerple", "nope", "rope"]) | {
+    "window": "rope that sees 64 tokens (the control)",
+    "yarn": "rope read as yarn",
+}
+COUNTER = "a counter of pairs, two numbers, no training"
 COLOURED = [line for line in FIRST if line != "rope"]  # which is in ink
 
 
@@ -57,7 +65,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
             first = results(runs._replace(results=runs.results[runs.results.line.isin(FIRST)]))
             drawn = plot.svg(partial(plot.gain, first, lines=COLOURED), (8, 5))
             write_text(root / PICTURE, plot.on_its_own(drawn))
-            insert(root / "README.md", name, short(by_length(first)))
+            insert(root / "README.md", "board", headline(ROOT / "board"))
         else:
             lines = write_table(by_length(results(runs)))
             if name in COUNTED:
@@ -116,21 +124,20 @@ def in_markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     return markdown_table(header, others)
 
 
-def short(table: pd.DataFrame) -> list[str]:
-    """Return the table of README.md: how far each line is from the best possible loss, and what it gains."""
-    train_len, longest = table.train_len.iloc[0], table.length.max()
-    columns = {
-        f"bits above the best possible at {train_len}": ("above", train_len),
-        f"at {longest}": ("above", longest),
-        f"gained over cutting, of {cell(table, BEST_POSSIBLE, 'gain', longest).removeprefix('+')}": ("gain", longest),
-    }
-    rows = tabulated(table, columns)
-    seeds = sorted({int(number) for _, number, *_ in rows[1:]})
-    rows = [[line, *cells] for line, _, *cells in rows]  # the note says how many seeds there are
-    rows[0][0] = f"trained at {train_len} tokens"
-    over = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-    note = f"{table.texts.iloc[0]} texts, {over} seeds; ± is a 95 % interval over both."
-    return [*in_markdown(rows), "", note]
+def headline(folder: Path) -> list[str]:
+    """Return the table of README.md: what encodings of the board gain on both kinds of chains, best score first."""
+    verdicts = {verdict.encoding: verdict.measured for verdict in board.verdicts(folder)}
+    counted = counter.load(folder)
+    assert counted is not None
+    shown = {COUNTER: counted.measured} | {words or name: verdicts[name] for name, words in SHOWN.items()}
+    possible = [f"{of_seeds(np.array(of_kind)).value:.3f}" for of_kind in verdicts["rope"].possible]
+    rows = []
+    for name, measured in sorted(shown.items(), key=lambda item: -item[1].scores().mean()):
+        gains = [amount(*of_seeds(np.array(of_kind))[:3], sign="+") for of_kind in measured.gain]
+        rows.append([name, *gains, f"{measured.scores().mean():.0f}"])
+    kinds = [f"where {kind}, of {most}" for kind, most in zip(("chains stay", "chains change"), possible, strict=True)]
+    note = "Bits per token; 20 seeds of rope, fox and the counter, 5 of the others; ± is a 95 % interval over them."
+    return [*in_markdown([["gained at 8x over the cut text", *kinds, "score"], *rows]), "", note]
 
 
 def costs(root: Path) -> dict[str, str]:

@@ -99,7 +99,7 @@ class SideBySide(Launcher):
         ended = run_all(commands, places, Path(self.config.hydra.sweep.dir))
         results = []
         for name, config in jobs.items():
-            problem, result = ended[name]
+            problem, result, _ = ended[name]
             results.append(
                 JobReturn(
                     cfg=config,
