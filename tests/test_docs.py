@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -223,3 +224,20 @@ def test_the_commands_of_the_walk_end_with_the_same_model_in_transformers(tmp_pa
 
     torch.testing.assert_close(theirs(idx).logits, logits, rtol=1e-5, atol=1e-5)
     assert logits.std() > 0.1
+
+
+@pytest.mark.slow
+def test_the_demo_prints_what_readme_shows(tmp_path):
+    """But for the digits of its numbers, which depend on the machine."""
+    command = [sys.executable, "train.py", "experiment=demo", f"runs_dir={tmp_path}"]
+    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    block = re.search(r"```\n(rope-markov: .*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+
+    def words(text):
+        return [re.sub(r"[-+ ]*\d[\d.]*", " 0", line).split() for line in text.splitlines()]
+
+    shown = words(block)
+    lines = words(printed)
+    start = lines.index(shown[0])
+
+    assert lines[start : start + len(shown)] == shown
