@@ -26,10 +26,10 @@ class Recall(Task):
     task = "recall"
     difficulties = ("in-distribution", "near", "far")
 
-    pairs: Count = 8  # in a text, each asked for once
+    pairs: Count = 4  # in a text, each asked for once
     density: Share | None = None  # instead of `pairs`: share of a text that pairs and queries take
-    keys: Size = 32  # number of different symbols in keys
-    values: Symbols = 32  # number of different symbols in values
+    keys: Size = 16  # number of different symbols in keys
+    values: Symbols = 16  # number of different symbols in values
     key_len: Annotated[int, Field(ge=1, le=16)] = 1  # symbols of a key
     value_len: Size = 1  # symbols of a value, each a target
     # A query is g places behind the pairs with weight g^(gap_power - 1); 0.01: as in the paper.

@@ -32,7 +32,7 @@ class Group(Task):
     task = "group"
     difficulties = ("in-distribution", "sparse")
 
-    group: str = "s3"  # zN: numbers modulo N; sN: permutations of N letters; aN: the even ones
+    group: str = "z2"  # zN: numbers modulo N; sN: permutations of N letters; aN: the even ones
     generators: bool = False  # draw only the identity and 1 (zN), transpositions (sN) or cycles of three letters (aN)
 
     def __post_init__(self) -> None:
