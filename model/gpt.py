@@ -229,33 +229,47 @@ class GPT(nn.Module):
         def nats(logits: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
-        return torch.stack(self.in_pieces(nats, hidden, targets)).sum() / n_targets
+        # A compiler fuses what follows the logits by itself.
+        in_one_piece = self._piece(hidden) >= hidden.size(1) or torch.compiler.is_compiling()
+        if in_one_piece or not (torch.is_grad_enabled() and self.head.weight.requires_grad):
+            return torch.stack(self.in_pieces(nats, hidden, targets)).sum() / n_targets
+
+        # Autograd would hold three tensors of the size of all logits. So the gradients of a piece are computed at once,
+        # and its logits are dropped. Checkpointing would compute the products with the head twice.
+        weight = exactly(self.head.weight.detach()).requires_grad_()  # sums up gradients in fp32, also of bf16 weights
+        pieces = [piece.requires_grad_() for piece in hidden.detach().split(self._piece(hidden), dim=1)]
+        total = torch.zeros((), device=hidden.device)
+        for piece, piece_targets in zip(pieces, targets.split(self._piece(hidden), dim=1), strict=True):
+            piece_nats = nats(self._logits(piece, weight.to(self.head.weight.dtype)), piece_targets)
+            piece_nats.backward()
+            total = total + piece_nats.detach()
+        # This adds zero to the sum, and gives it its gradients.
+        hidden_gradient = torch.cat([piece.grad for piece in pieces], dim=1)
+        for x, gradient in ((hidden, hidden_gradient), (self.head.weight, weight.grad)):
+            total = total + ((x - x.detach()) * gradient).sum()  # type: ignore[operator]
+        return total / n_targets
 
     def in_pieces(self, function: Callable[[Tensor, Tensor], R], hidden: Tensor, targets: Tensor) -> list[R]:
         """Call `function`(logits fp32 [B, t, vocabulary], targets [B, t]) on pieces of the T positions, in order.
 
-        A piece has at most MAX_LOGITS logits, or one position. Where gradients are wanted without `checkpointing`, all
-        positions are one piece.
+        A piece has at most MAX_LOGITS logits, or one position. Where gradients are wanted, all positions are one piece.
 
         Args:
             hidden: what `hidden_states` returned, [B, T, C].
             targets: [B, T].
         """
-
-        def apply(hidden: Tensor, targets: Tensor) -> R:
-            logits = exactly(self.head(hidden)[..., : self.vocab_size])  # without the padding of the vocabulary
-            return function(logits, targets)
-
-        # Logits are the largest tensor of a small network. In pieces they never exist all at once: an evaluation drops
-        # each piece after use, and checkpointing computes it again. Training without checkpointing must keep all of
-        # them anyway, and one piece is fastest.
-        size = hidden.size(1)
-        if self.checkpointing or not torch.is_grad_enabled():
-            size = max(1, MAX_LOGITS // (hidden.size(0) * self.head.out_features))
-        if self.checkpointing:
-            apply = recomputed(apply)
+        # Logits are the largest tensor of a small network. In pieces they never exist all at once.
+        size = hidden.size(1) if torch.is_grad_enabled() else self._piece(hidden)
         pieces = zip(hidden.split(size, dim=1), targets.split(size, dim=1), strict=True)
-        return [apply(*piece) for piece in pieces]
+        return [function(self._logits(x, self.head.weight), wanted) for x, wanted in pieces]
+
+    def _piece(self, hidden: Tensor) -> int:
+        """The positions of a piece of `hidden` [B, T, C] with at most MAX_LOGITS logits, or one."""
+        return max(1, MAX_LOGITS // (hidden.size(0) * self.head.out_features))
+
+    def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Logits [B, T, vocabulary] in fp32 or better, without the padding of the vocabulary."""
+        return exactly(F.linear(hidden, weight)[..., : self.vocab_size])
 
     def materialise(self, device: torch.device | str) -> None:
         """Give the parameters of a network on "meta" memory on another device; they have no values yet."""

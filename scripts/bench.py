@@ -1,7 +1,6 @@
 """Measure speed and memory, each thing beside what it is compared with, and print a Markdown table.
 
 python scripts/bench.py mode=attention "encodings=[rope,cope]" "lengths=[2048,4096]"
-python scripts/bench.py mode=rotation "lengths=[256,2048]"
 python scripts/bench.py mode=training "encodings=[nope,alibi,cope]" train_len=512 steps=3
 """
 
@@ -15,15 +14,14 @@ from typing import Literal
 from lab.benchmarks import Options
 from lab.benchmarks.attention import attention
 from lab.benchmarks.measure import begun, markdown
-from lab.benchmarks.rotation import rotations
 from lab.benchmarks.training import training
 from ropewalk.app.cli import program
 
-MODES = {"attention": attention, "rotation": rotations, "training": training}
+MODES = {"attention": attention, "training": training}
 
 
 class BenchOptions(Options):
-    mode: Literal["attention", "rotation", "training"]
+    mode: Literal["attention", "training"]
 
 
 @program(BenchOptions)

@@ -46,7 +46,7 @@ class Ranks:
             config.recompile_limit = max(config.recompile_limit, 8 * (len(cfg.stages) + 1))
             for block in net.blocks:
                 block.compile(dynamic=False)
-            if not self.sharded:
+            if not self.sharded and not net.checkpointing:  # else the loss is made in pieces
                 net.loss = torch.compile(net.loss, dynamic=False)  # type: ignore[method-assign]
         if not self.sharded:  # else each rank makes its part: see `shard`
             net.materialise("cpu")

@@ -10,7 +10,8 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.schema import GPTConfig
-from model import position
+from lab.benchmarks.measure import peak_memory
+from model import gpt, position
 from model.cache import Cache
 from model.generation import generate
 from model.gpt import GPT
@@ -51,6 +52,54 @@ def test_every_flavour_trains_all_its_parameters_and_decodes_as_it_reads(cfg):
     assert_close(again, gradients)
     assert_close(loss, F.cross_entropy(logits[..., :50].flatten(0, 1), targets.flatten()))
     assert_close(torch.cat(in_pieces, dim=1), logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("autocast", "tolerance"), [(None, 1e-6), (torch.bfloat16, 2e-2)])
+def test_the_loss_in_pieces_has_the_gradients_of_the_whole_in_float64(autocast, tolerance, tied, monkeypatch):
+    """Pieces of three tokens, ignored targets, a padded vocabulary."""
+    cfg = {"vocab_multiple": 64, "tie_embeddings": tied}
+    net = build_gpt("rope", **cfg)
+    exact = build_gpt("rope", **cfg).double()
+    idx = tokens(10)
+    targets = idx.clone()
+    targets[0, :5] = -100
+    monkeypatch.setattr(gpt, "MAX_LOGITS", 3 * 2 * 64)
+
+    expected = F.cross_entropy(exact(idx)[..., :50].flatten(0, 1), targets.flatten())
+    expected_gradients = gradients_of(3 * expected, exact)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        loss = net(idx, targets=targets)
+    gradients = gradients_of(3 * loss, net)
+
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    for gradient, of_exact in zip(gradients, expected_gradients, strict=True):
+        assert (gradient - of_exact).norm() <= tolerance * of_exact.norm()
+
+
+def test_a_frozen_head_has_no_gradient(monkeypatch):
+    monkeypatch.setattr(gpt, "MAX_LOGITS", 3 * 2 * 50)
+    idx = tokens(10)
+    expected = build_gpt("rope", tie_embeddings=False)
+    net = build_gpt("rope", tie_embeddings=False)
+    net.head.requires_grad_(False)
+
+    expected(idx, targets=idx).backward()
+    net(idx, targets=idx).backward()
+
+    assert net.head.weight.grad is None
+    assert_close(net.embedding.weight.grad, expected.embedding.weight.grad)
+
+
+def test_a_step_holds_a_part_of_the_logits_of_a_large_vocabulary():
+    """Fewer bytes than all of them in fp32. Autograd would hold three times as many."""
+    vocab_size = 50257
+    net = build_gpt("rope", dim=128, vocab_size=vocab_size, train_len=256).train()
+    x, y = tokens(256, 16, vocab_size).split(8)
+
+    held = peak_memory(lambda: net(x, targets=y).backward(), "cpu")
+
+    assert held < 4 * x.numel() * vocab_size
 
 
 SCALED_BY_DEPTH = ("attn.out.weight", "mlp.down.weight")

@@ -1,6 +1,9 @@
 """Benchmarks count memory rightly, compare round by round, train as train.py does. No test looks at a time."""
 
+import os
+import subprocess
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,3 +65,28 @@ def test_each_mode_ends_with_a_row_of_the_encoding(options, mode):
     *_, last_row = measure.markdown(bench.MODES[mode](options))
 
     assert last_row.startswith("| t5 | ")
+
+
+@pytest.mark.long
+def test_the_script_for_a_gpu_runs_each_part():
+    """At small sizes on the CPU. The check of kernels has too few seconds here, and says so."""
+    root = Path(bench.__file__).parents[1]
+    small = "device=cpu model.n_layer=1 model.dim=32 model.n_head=2 rounds=2 steps=1 train_len=16"
+    environment = {
+        "LIMIT": "600",
+        "MINUTES": "0.01",
+        "CHECK": f"{small} encodings=[rope] lengths=[32] batch=1",
+        "SMALLER": f"{small} trainer.batch_size=2",
+    }
+
+    run = subprocess.run(
+        ["bash", "lab/benchmarks/gpu.sh"],
+        cwd=root,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+    assert run.returncode == 0, run.stderr
+    assert "**Not exact, or not checked**" in run.stdout
+    assert run.stdout.count("| rope, bare loop |") == 5
