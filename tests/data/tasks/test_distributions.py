@@ -175,7 +175,7 @@ def test_full_samples_have_the_size_that_fits(task, longest):
 @pytest.mark.parametrize(
     ("density", "pairs"),
     [
-        (None, (8, 8, 8)),
+        (None, (4, 4, 4)),
         (0.5, (4, 8, 64)),
     ],
 )
