@@ -90,10 +90,11 @@ STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 2, train_len: 8, pe: {window
 @pytest.mark.parametrize(
     ("graphs", "options"),
     [
-        (3 + 2, ["pe=t5", "trainer.precision=bf16-mixed", "trainer.checkpointing=true", STAGES]),
+        (3 + 2, ["pe=t5", "trainer.precision=bf16-mixed", STAGES]),
+        (3, ["pe=t5", "trainer.precision=bf16-mixed", "trainer.checkpointing=true", STAGES]),  # its loss is in pieces
         (2 + 1, ["pe=gemma3", "model.n_layer=7"]),
     ],
-    ids=["stages", "two kinds of layers"],
+    ids=["stages", "checkpointing", "two kinds of layers"],
 )
 def test_layers_of_a_kind_are_compiled_once(train, monkeypatch, graphs, options):
     """In each stage, and the loss for each length; what is evaluated needs no graph."""

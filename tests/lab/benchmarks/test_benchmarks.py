@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def test_the_script_for_a_gpu_runs_each_part():
     root = Path(bench.__file__).parents[1]
     small = "device=cpu model.n_layer=1 model.dim=32 model.n_head=2 rounds=2 steps=1 train_len=16"
     environment = {
+        "PYTHON": sys.executable,
         "LIMIT": "600",
         "MINUTES": "0.01",
         "CHECK": f"{small} encodings=[rope] lengths=[32] batch=1",
