@@ -5,7 +5,7 @@ _NO_CALLBACKS = "there are no callbacks: the loop is `Training.fit` in train.py,
 _ADAMW = "AdamW is the only optimizer: its keys are optim.lr, optim.weight_decay and so on"
 _TRIAL = "experiment=quick is a run of seconds"
 _FILES = "data=text data.files='FOLDER/**/*' reads your own files"
-_HUB = "data=hf data.path=NAME reads a dataset of the hub"
+_HUB = "data=hf data.path=OWNER/NAME reads a dataset of the hub"
 _TIME = "trainer.time_limit, in minutes"
 _FP16 = "there is no fp16, whose gradients would need scaling: trainer.precision=bf16-mixed"
 
@@ -31,7 +31,7 @@ FOREIGN = {
     "data=tinyshakespeare": _FILES,
     "data=tinystories": _HUB,
     "data=wikitext": _HUB,
-    "dataset": "data=hf data.path=NAME, or data=text data.files=GLOB",
+    "dataset": "data=hf data.path=OWNER/NAME, or data=text data.files=GLOB",
     "debug": _TRIAL,
     "default_root_dir": "runs_dir is the folder of the runs, name=... that of this one",
     "devices": "trainer.devices",
