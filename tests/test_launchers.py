@@ -1,4 +1,4 @@
-"""Engines of others: Hydra's launchers run sweeps, submitit requeues, and a time limit stops."""
+"""Engines of others: Hydra's launchers run sweeps, optuna searches, submitit requeues, and a time limit stops."""
 
 import signal
 import subprocess
@@ -6,8 +6,13 @@ import sys
 from functools import partial
 
 import pytest
+import yaml
 from conftest import ROOT
 from process_helpers import On
+
+from ropewalk.app.resolve import load_config
+from ropewalk.evaluation.objective import objective
+from ropewalk.run.directory import RunDir
 
 ROW = "ropewalk.run.directory.append"  # called once for each row of metrics.jsonl
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
@@ -21,14 +26,29 @@ def sweep(train, *options):
 
 
 def runs_of(train):
-    return {path.parent.name for path in train.runs.glob("*/training.json")}
+    return {path.parent.name: RunDir(load_config(path.parent)) for path in train.runs.glob("*/training.json")}
 
 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_other_launchers_run_a_sweep(train, launcher):
     sweep(train, f"hydra/launcher={launcher}", "pe=rope,nope")
 
-    assert runs_of(train) == {"rope-text", "nope-text"}
+    assert {*runs_of(train)} == {"rope-text", "nope-text"}
+
+
+def test_optuna_gets_the_loss_of_each_run(train):
+    search = [
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=2",
+        "hydra.sweeper.n_jobs=2",
+        "hydra.sweeper.sampler.seed=1",
+    ]
+    sweep(train, *search, "optim.lr=interval(1e-4,1e-2)", "name='lr${optim.lr}'", "pe=rope", "objective=1")
+    found = yaml.safe_load((train.runs / ".sweep" / "optimization_results.yaml").read_text())
+    losses = {run.cfg.optim.lr: objective(run) for run in runs_of(train).values()}
+
+    assert len(losses) == 2
+    assert found["best_value"] == min(losses.values()) == losses[found["best_params"]["optim.lr"]]
 
 
 def test_a_launcher_that_waits_for_sigusr2_gets_it_after_a_checkpoint(train, monkeypatch):
