@@ -11,6 +11,7 @@ _FP16 = "there is no fp16, whose gradients would need scaling: trainer.precision
 
 # Key, last word of a key, WORD=VALUE, GROUP=OPTION or WORD=TYPE -> the answer.
 FOREIGN = {
+    "accelerator=tpu": "a CPU, CUDA GPUs or one of Apple's",
     "accumulate_grad_batches": "trainer.grad_accum_steps",
     "batch_size": "trainer.batch_size",
     "batch_size_per_device": "trainer.batch_size, which counts the sequences of all processes",
@@ -120,6 +121,8 @@ FOREIGN = {
     "seed": "seed",
     "seed_everything": "seed",
     "strategy=ddp_find_unused_parameters_true": "trainer=ddp",
+    "strategy=ddp_notebook": "trainer.devices=N starts the processes, from a notebook as well",
+    "strategy=ddp_spawn": "trainer=ddp",
     "strategy=deepspeed": "trainer=fsdp, or trainer=ddp",
     "tags": "logger.tags, with logger=wandb",
     "task_name": "name",
