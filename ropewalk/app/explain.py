@@ -18,6 +18,12 @@ from conf.options import CONF_DIR, comments, no_such_option
 # Mistakes that a user can correct. They are reported without a traceback.
 ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowError, RecursionError
 SEVERAL = ("logger", "experiment")  # groups of which several options at once mean something: Hydra merges them
+# How errors of Hydra's begin that do not say what to type, and what to say instead.
+REMEDIES = {
+    "BasicSweeper does not support": "-m tries given values, as 1e-3,2e-3; hydra/sweeper=optuna searches an interval "
+    "(docs/usage.md)",
+    "Only one of --run": "-m, --cfg and --info do not go together: --cfg job shows one run, so leave out -m and the sweep",
+}
 
 
 def help_text(config: DictConfig) -> str:
@@ -80,8 +86,6 @@ def explain(error: BaseException) -> str:
         message = _unknown_key(str(cause.full_key), [str(name) for name in siblings if name != "hydra"])
     elif message.startswith("Could not override '"):
         message = unknown_key(message.split("'")[1], ())  # a group of other programs
-    elif message.startswith("BasicSweeper does not support"):
-        message = "-m tries given values, as 1e-3,2e-3; hydra/sweeper=optuna searches an interval (docs/usage.md)"
     elif isinstance(error, MissingMandatoryValue):
         message = f"{error.full_key} is missing: write {error.full_key}=..."
         group, _, word = str(error.full_key).rpartition(".")
@@ -89,6 +93,9 @@ def explain(error: BaseException) -> str:
         message += f", {about}" if about else ""
     elif isinstance(error, OmegaConfBaseException):
         message = message.partition("\n")[0]  # what follows names keys of OmegaConf's own
+    for beginning, remedy in REMEDIES.items():
+        if message.startswith(beginning):
+            message = remedy
     return printable(message or type(error).__name__)
 
 

@@ -129,8 +129,8 @@ def run_all(commands: Mapping[str, Sequence[str]], places: Sequence[Place], logs
 def _said(ended: Mapping[str, Ended], name: str, of: int, at_once: int) -> str:
     """The line about a program that has just ended, one `of` so many, and about the time of those that are left."""
     left = of - len(ended)
-    seconds = fmean(one.seconds for one in ended.values())
-    about = f", about {left / at_once * seconds / 60:.0f} min" if left else ""
+    minutes = left / at_once * fmean(one.seconds for one in ended.values()) / 60
+    about = f", about {minutes:.0f} min" if minutes >= 1 else ""
     return f"{ended[name].problem or 'done'}; {left} left{about}"
 
 

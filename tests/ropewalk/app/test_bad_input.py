@@ -25,7 +25,7 @@ CASES = [
     ("--optim.lr=0", "error: optim.lr=0: "),
     ("--batch_size 32", "'batch_size' is not KEY=VALUE"),
     ("seed=0,1", "--multirun"),
-    ("-m seed=0,1 --cfg=job", "Only one of"),
+    ("-m seed=0,1 --cfg=job", "leave out -m"),
     ("wandb=true", "logger=wandb"),
     ("logger.project=x", "logger=wandb"),
     ("data=code data.files=x", "data=text"),
