@@ -2,6 +2,7 @@
 
 python scripts/bench.py mode=attention "encodings=[rope,cope]" "lengths=[2048,4096]"
 python scripts/bench.py mode=training "encodings=[nope,alibi,cope]" train_len=512 steps=3
+python scripts/bench.py mode=peers nanogpt=../nanoGPT model.n_layer=6 model.dim=384
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
@@ -14,14 +15,15 @@ from typing import Literal
 from lab.benchmarks import Options
 from lab.benchmarks.attention import attention
 from lab.benchmarks.measure import begun, markdown
+from lab.benchmarks.peers import peers
 from lab.benchmarks.training import training
 from ropewalk.app.cli import program
 
-MODES = {"attention": attention, "training": training}
+MODES = {"attention": attention, "training": training, "peers": peers}
 
 
 class BenchOptions(Options):
-    mode: Literal["attention", "training"]
+    mode: Literal["attention", "training", "peers"]
 
 
 @program(BenchOptions)

@@ -25,6 +25,7 @@ class Options(Section):
     steps: Count
     minutes: float = Field(gt=0)
     train_len: Count
+    nanogpt: str | None
     model: dict[str, Any]
     data: dict[str, Any]
     trainer: dict[str, Any]

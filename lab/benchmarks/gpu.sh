@@ -16,7 +16,8 @@ part 'tiny' 'pass'
 part 'tiny, CUDA graphs' 'import torch._inductor.config as c; c.triton.cudagraphs = True'
 part 'small, loss not compiled' 'from model.gpt import GPT; GPT.loss = torch.compiler.disable(GPT.loss)' "${small[@]}"
 part 'small, without cuDNN attention' 'torch.backends.cuda.enable_cudnn_sdp(False)' "${small[@]}"
-[ -n "$1" ] && printf '\n## nanoGPT, compiled\n\n' && timeout "$limit" $python lab/benchmarks/nanogpt.py "$1" $NANOGPT
+part 'small beside others' 'pass' mode=peers nanogpt="${1:-null}" "${small[@]}"
+part 'tiny beside others' 'pass' mode=peers nanogpt="${1:-null}"
 [ -n "$2" ] && printf '\n## Predictions at 11M\n\n' &&
     for arm in pe=fox pe=kerple 'pe=fox pe.constant_gates=true optim.pe_lr_scale=10' 'pe=alibi pe.learned=true' pe=alibi; do
         timeout $((4 * limit)) $python train.py -m experiment=compare_gpu seed=1,2,3 data=text "data.files='$2'" $arm

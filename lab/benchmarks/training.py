@@ -80,7 +80,18 @@ def bare(cfg: Config) -> Iterator[Tensor]:
     if hardware.precision == "bf16-true":
         net = net.to(torch.bfloat16)
     distributed.install_kernels(net.encodings, hardware)
-    optimizer = make_optimizer(net, cfg.optim)
+    return loop(cfg, hardware, data, net, make_optimizer(net, cfg.optim), lambda x, y: net(x, targets=y))
+
+
+def loop(
+    cfg: Config,
+    hardware: Hardware,
+    data: Any,
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+) -> Iterator[Tensor]:
+    """Train any network by the shortest loop on the batches of a run, and yield the loss of each step."""
     batches = micro_batches(data, cfg.batch_shape, cfg.seed, pin_memory=hardware.device == "cuda")
     if hardware.compile:
         net.compile()
@@ -89,7 +100,7 @@ def bare(cfg: Config) -> Iterator[Tensor]:
             group["lr"] = learning_rate(step, cfg.optim, cfg.trainer.max_steps)
         x, y = (tokens.to(hardware.device, non_blocking=True) for tokens in next(batches))
         with hardware.autocast():
-            loss = net(x, targets=y)
+            loss = loss_of(x, y)
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), cfg.optim.grad_clip or math.inf)
         optimizer.step()
