@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from model.attention import for_heads_of, in_blocks, products, softmax
+from model.attention import exactly, for_heads_of, in_blocks, products, softmax
 from model.position.base import ANY_LENGTH, Context, Count, Scaled, Shape
 from model.position.ops import exact_dtype, rotate_pairs
 from model.position.rotary import Rotary
@@ -75,20 +75,32 @@ class TrainingFree(Scaled, Rotary):
             k_zones = rotated[len(tables) :]  # [B, Hkv, Tk, D] each
             zone = self.zone(ctx.pos_q[:, None] - first, ctx.pos_k - first, length)  # [Tq, Tk]
 
-            def scores_in(n: int) -> Tensor:
-                """The scores of all pairs by the positions of zone n, [B, H, Tq, Tk]."""
-                return products(q_zones[n], for_heads_of(q_zones[n], k_zones[n]), ctx.scale)
-
-            # The scores of zone 0, until those of another zone replace them.
-            scores = scores_in(0)
-            for n in range(1, len(tables)):
-                scores = torch.where(zone == n, scores_in(n), scores)
+            # Each pair takes the score of its own zone, and each zone computes the keys from its first to its last.
+            scores = torch.zeros(
+                (*v.shape[:1], *q_zones[0].shape[1:3], v.size(2)), dtype=exactly(v).dtype, device=v.device
+            )
+            for n in range(len(tables)):
+                keys_of_zone = _extent(zone == n)
+                of_zone = products(q_zones[n], for_heads_of(q_zones[n], k_zones[n][:, :, keys_of_zone]), ctx.scale)
+                others = scores[..., keys_of_zone]
+                scores[..., keys_of_zone] = torch.where(zone[:, keys_of_zone] == n, of_zone, others)
 
             # Adds 0, or -inf where a key is not seen: `ctx.mask` hides it, or its zone is below 0.
             scores += torch.where(zone >= 0, ctx.mask(), -torch.inf)
             return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q_zones[0], v)
 
         return in_blocks(block, queries, [*keys, v], ctx)
+
+
+def _extent(is_in: Tensor) -> slice:
+    """The keys from the first to the last that any query has in its zone, by `is_in`, bool [Tq, Tk].
+
+    All of them where it would take longer to ask than to compute them: on a GPU, and in a compiled graph.
+    """
+    if is_in.is_cuda or torch.compiler.is_compiling():
+        return slice(None)
+    found = is_in.any(0).nonzero()
+    return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0)
 
 
 class NearWindow(TrainingFree):
