@@ -22,7 +22,7 @@ SEVERAL = ("logger", "experiment")  # groups of which several options at once me
 REMEDIES = {
     "BasicSweeper does not support": "-m tries given values, as 1e-3,2e-3; hydra/sweeper=optuna searches an interval "
     "(docs/usage.md)",
-    "Only one of --run": "-m, --cfg and --info do not go together: --cfg job shows one run, so leave out -m and the sweep",
+    "Only one of --run": "-m does not go with --cfg and --info: they show one run, so leave out -m and the sweep",
 }
 
 
@@ -74,29 +74,40 @@ def check_overrides() -> None:
 def explain(error: BaseException) -> str:
     """The message of an error, for a terminal. For an error of Hydra's it names the nearest key or option."""
     message = str(error).strip()
-    cause = error.__cause__
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, name = error.missing_cfg_file.rpartition("/")
-        message = no_such_option(group, name, error.options or ())
-    elif isinstance(error, OverrideParseException):
-        key, _, value = error.override.partition("=")
-        message = f"{error.override!r} is not KEY=VALUE; a text has quotes of its own: \"{key}='{value}'\""
-    elif isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        siblings = [] if cause.parent_node is None else list(cause.parent_node)
-        message = _unknown_key(str(cause.full_key), [str(name) for name in siblings if name != "hydra"])
-    elif message.startswith("Could not override '"):
-        message = unknown_key(message.split("'")[1], ())  # a group of other programs
-    elif isinstance(error, MissingMandatoryValue):
-        message = f"{error.full_key} is missing: write {error.full_key}=..."
-        group, _, word = str(error.full_key).rpartition(".")
-        about = comments(group, str(HydraConfig.get().runtime.choices.get(group))).get(word)
-        message += f", {about}" if about else ""
+    if isinstance(error, MissingMandatoryValue):
+        message = _missing(str(error.full_key))
     elif isinstance(error, OmegaConfBaseException):
         message = message.partition("\n")[0]  # what follows names keys of OmegaConf's own
+    elif isinstance(error, HydraException):
+        message = _of_hydra(error, message)
     for beginning, remedy in REMEDIES.items():
         if message.startswith(beginning):
             message = remedy
     return printable(message or type(error).__name__)
+
+
+def _of_hydra(error: HydraException, message: str) -> str:
+    """What one of Hydra's errors means here."""
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return no_such_option(group, name, error.options or ())
+    if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        return f"{error.override!r} is not KEY=VALUE; a text has quotes of its own: \"{key}='{value}'\""
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        siblings = [] if cause.parent_node is None else list(cause.parent_node)
+        return _unknown_key(str(cause.full_key), [str(name) for name in siblings if name != "hydra"])
+    if message.startswith("Could not override '"):
+        return unknown_key(message.split("'")[1], ())  # a group of other programs
+    return message
+
+
+def _missing(key: str) -> str:
+    """The message about a key that has no value: how it is given, and what it is."""
+    group, _, word = key.rpartition(".")
+    about = comments(group, str(HydraConfig.get().runtime.choices.get(group))).get(word)
+    return f"{key} is missing: write {key}=..." + (f", {about}" if about else "")
 
 
 def _unknown_key(key: str, siblings: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """Writing our network as a model of transformers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,20 +165,7 @@ def _configuration(net: GPT, encodings: Encodings, kind: str, reach: int) -> Any
     # The positions of GPT-2 end at max_len. Rotations have no end.
     fields = _sizes(net, arch) | _positions(rotating, arch, max_len_of(encodings) or reach)
 
-    # Settings that only some architectures have.
-    windows = [layer.window for layer in layers if layer.window is not None]
-    settings = {
-        # Gemma 3 builds a mask from it even if no layer has a window: then it is as long as any text.
-        "sliding_window": max(windows, default=reach if kind == "gemma3_text" else None),
-        "use_sliding_window": bool(windows),
-        "max_window_layers": 0,  # of Qwen: the first layer that may have a window
-        "layer_types": [layer.kind for layer in layers],
-        "no_rope_layers": [int(layer.rotates) for layer in layers],
-        "attention_bias": bool(net.cfg.bias),
-        "mlp_bias": net.cfg.bias is True,
-        "query_pre_attn_scalar": net.cfg.head_width,
-        "n_inner": net.cfg.hidden_dim,  # of GPT-2: None for the usual width, in place of the number in `_sizes`
-    }
+    settings = _settings_of_some(net, layers, reach if kind == "gemma3_text" else None)
     fields |= {key: value for key, value in settings.items() if hasattr(family, key)}
     # Names of settings change their meaning between architectures and versions. So the layers and rotations that the
     # library derives from them are compared with the network's.
@@ -191,6 +178,27 @@ def _configuration(net: GPT, encodings: Encodings, kind: str, reach: int) -> Any
     except Exception as error:  # the library raises many kinds
         raise ValueError(f"{arch.name} of transformers cannot compute this network: {error}") from None
     return config
+
+
+def _settings_of_some(net: GPT, layers: Sequence[rope.Layer], no_window: int | None) -> dict[str, Any]:
+    """Return the settings that only some architectures have.
+
+    Args:
+        no_window: the width of windows that no layer has. Gemma 3 builds a mask from it, so there it is as long as any
+            text.
+    """
+    windows = [layer.window for layer in layers if layer.window is not None]
+    return {
+        "sliding_window": max(windows, default=no_window),
+        "use_sliding_window": bool(windows),
+        "max_window_layers": 0,  # of Qwen: the first layer that may have a window
+        "layer_types": [layer.kind for layer in layers],
+        "no_rope_layers": [int(layer.rotates) for layer in layers],
+        "attention_bias": bool(net.cfg.bias),
+        "mlp_bias": net.cfg.bias is True,
+        "query_pre_attn_scalar": net.cfg.head_width,
+        "n_inner": net.cfg.hidden_dim,  # of GPT-2: None for the usual width, in place of the number in `_sizes`
+    }
 
 
 def _sizes(net: GPT, arch: Architecture) -> dict[str, Any]:

@@ -92,12 +92,7 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     assert isinstance(trainer.devices, int)  # "auto" is resolved by now
     # A launcher has started all processes, of which `devices` counts those on this machine. Else there is one so far.
     world = max(trainer.devices, started_by().world_size)
-    for key, divisor in {"context_parallel": trainer.context_parallel, "replicas": trainer.replicas}.items():
-        if world % divisor:
-            remedy = "set trainer=ddp or trainer=fsdp, and trainer.devices to a multiple of it"
-            problem = f"trainer.{key}={divisor} does not divide the number of processes, {world}"
-            raise ValueError(f"{problem}: {remedy}")
-    micro_batch_size(trainer.batch_size, trainer.grad_accum_steps, world // trainer.context_parallel)
+    _check_divisible(trainer, world)
     child = is_child()
     if child:
         die_with_parent(int(os.environ[PARENT]))
@@ -127,6 +122,16 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     except Exception as error:
         _fail(error)
     dist.destroy_process_group()
+
+
+def _check_divisible(trainer: Trainer, world: int) -> None:
+    """Raise ValueError: so many ranks cannot share the batch, or be divided among texts or replicas."""
+    for key, divisor in {"context_parallel": trainer.context_parallel, "replicas": trainer.replicas}.items():
+        if world % divisor:
+            remedy = "set trainer=ddp or trainer=fsdp, and trainer.devices to a multiple of it"
+            problem = f"trainer.{key}={divisor} does not divide the number of processes, {world}"
+            raise ValueError(f"{problem}: {remedy}")
+    micro_batch_size(trainer.batch_size, trainer.grad_accum_steps, world // trainer.context_parallel)
 
 
 def packing_of(trainer: Trainer, hardware: Hardware, document_end: int | None, encodings: Encodings) -> Packing:
