@@ -15,7 +15,7 @@ from .rope import FULL, lengths, settings, turns
 from .tiny import CHARACTERS, logits, prompt
 
 # From a configuration, positions, the last of which is the length of the text less 1, and the kind of layer to
-# cos and sin, [T, D] or [T, D / 2] in the order of pairs; or to the frequencies [D / 2] and the attention factor.
+# cos and sin, [T, D / 2], or [T, D] where each is there twice; or to the frequencies [D / 2] and the attention factor.
 Engine = Callable[[dict[str, Any], list[int], str], Any]
 Case = tuple[str, dict[str, Any], str]  # name, configuration, kind of layer
 
@@ -50,7 +50,7 @@ def check(engine: Engine, cases: Sequence[Case], tolerance: float = 1e-4) -> lis
     return explain(items)
 
 
-def rotations(engine: Engine, s: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[int], np.ndarray]]:
+def rotations(engine: Engine, s: dict[str, Any]) -> Iterator[Any]:
     """Yield settings, positions [T] and their rotation, complex [T, D / 2] or [T, D], in texts of all lengths."""
     # At the end once more, after a longer text.
     for length in [*lengths(s["original"]), s["original"] + 1]:
@@ -69,11 +69,11 @@ def difference(
     """Return the largest difference from an engine with faults, in tolerances."""
     expected = turns(faulty(faults, s), positions)
     pairs = expected.shape[1]
-    if rotation.shape[1] not in (pairs, 2 * pairs):
-        return np.inf
+    # All numbers may be there twice: a whole list after the other, or side by side.
+    layouts = {pairs: [rotation], 2 * pairs: [rotation[:, :pairs], rotation[:, ::2]]}
     # An angle in float32 loses digits as it grows.
     rounding = tolerance * (1 + 0.01 * np.array(positions)[:, None])
-    return float(np.max(abs(rotation[:, :pairs] - expected) / rounding))
+    return min((np.max(abs(seen - expected) / rounding) for seen in layouts.get(rotation.shape[1], ())), default=np.inf)
 
 
 def of_transformers(name: str) -> list[Case]:
@@ -112,6 +112,7 @@ def small_model(config_json: str, kind: str) -> tuple[Any, dict[str, Any]]:
         "num_key_value_heads": 1,
         "intermediate_size": 8,
         "vocab_size": 8,
+        "pad_token_id": None,
         "num_hidden_layers": depth,
         "layer_types": kinds[:depth],
     }
@@ -152,7 +153,7 @@ def check_server(url: str, config: dict[str, Any], tolerance: float = 0.05) -> l
     Args:
         tolerance: largest difference of log probabilities.
     """
-    texts = []
+    texts: list[Any] = []
     for length in lengths(64):
         s = settings(config, length=length)
         # Where the rotation changes with the length of the text, nothing says what a cache should hold.

@@ -13,8 +13,8 @@ import numpy as np
 from .rope import FULL, SLIDING, attention_factor, inv_freq, settings
 
 Fault = tuple[str, Callable[[dict[str, Any]], Any]]
-# A name; settings of a text; and how far what the engine did there is from what one with some faults does: 1 is the most
-# that rounding explains.
+# A name; settings of a text; and how far what the engine did there is from what one with some faults does, of which
+# rounding explains 1.
 Item = tuple[str, dict[str, Any], Callable[[Sequence[Fault]], float]]
 
 NAMES = {

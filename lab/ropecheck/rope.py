@@ -42,8 +42,8 @@ def settings(config: dict[str, Any], kind: str = FULL, length: int = 1) -> dict[
     if not is_new and kind == SLIDING and "rope_local_base_freq" in config:
         given = {"rope_theta": config["rope_local_base_freq"]}
 
-    # None is the default, and so is 0 for beta_slow.
-    s = DEFAULTS | config | {name: value for name, value in given.items() if value or value is False}
+    # None is the default, and so is 0 for beta_slow; but None is false for truncate.
+    s = DEFAULTS | config | {name: value for name, value in given.items() if value or name == "truncate"}
     s |= {"config": config, "is_new": is_new, "kind": kind, "length": length}
     s["rope_type"] = s.get("rope_type") or s.get("type", "default")
     s["original"] = s.get("original_max_position_embeddings") or s["max_position_embeddings"]
@@ -84,7 +84,7 @@ def inv_freq(s: dict[str, Any]) -> np.ndarray:
     factor = s["factor"]
     match s["rope_type"]:
         case "default" | "dynamic":
-            kept = 1.0
+            kept: Any = 1.0
         case "linear" | "proportional":
             kept = 0.0
         case "longrope":

@@ -77,7 +77,11 @@ def write(folder: Path, config: dict[str, Any]) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights(), folder / "model.safetensors", {"format": "pt"})
-    texts = {"config": config, "tokenizer": TOKENIZER, "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast"}}
+    texts = {
+        "config": config,
+        "tokenizer": TOKENIZER,
+        "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast"},
+    }
     for name, content in texts.items():
         (folder / f"{name}.json").write_text(json.dumps(content, indent=1))
 

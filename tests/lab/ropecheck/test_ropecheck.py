@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lab.ropecheck import engines, tiny
@@ -157,6 +157,27 @@ def test_nothing_is_named_on_a_right_engine():
         sizes = {"head_dim": 32, "max_position_embeddings": int(original * s["factor"])}
         cases.append((str(number), sizes | {"rope_parameters": s}, "full_attention"))
     assert engines.check(engine(), cases) == []
+
+
+MODELS = {
+    "qwen3": {"num_key_value_heads": 2},
+    "phi": {"partial_rotary_factor": 0.5},
+    "cohere": {},  # pairs of channels lie side by side
+    "deepseek_v3": {"qk_rope_head_dim": 32},  # a part of a head is rotated
+    "gemma3_text": {},  # kinds of layers
+    "glm": {},
+}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_are_right(name, scaled, tmp_path):
+    """From their config.json, whatever lies around the rotation."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 4096}
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, ORIGINAL: 1024}
+    rope = {"rope_parameters": yarn} if scaled else {}
+    AutoConfig.for_model(name, **sizes, **MODELS[name], **rope).save_pretrained(tmp_path)
+    assert main([f"transformers:{tmp_path}"]) == 0
 
 
 def test_the_golden_vectors_are_those_that_the_command_writes(tmp_path):
