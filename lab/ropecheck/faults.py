@@ -80,6 +80,7 @@ FAULTS: tuple[Fault, ...] = (
             s, "yarn", "longrope", attention_factor=attention_factor({"rope_type": "yarn", "factor": s["factor"]})
         ),
     ),
+    ("attention_factor is ignored", lambda s: typed(s, "longrope", attention_factor=attention_factor(s))),
     ("beta_fast and beta_slow are swapped", lambda s: {"beta_fast": s["beta_slow"], "beta_slow": s["beta_fast"]}),
     ("beta_fast and beta_slow are ignored: 32 and 1", lambda s: {"beta_fast": 32.0, "beta_slow": 1.0}),
     ("the limits of YaRN's ramp are not rounded", lambda s: {"truncate": False}),
@@ -142,7 +143,7 @@ def explain(items: Sequence[Item]) -> list[str]:
     """Return lines about items that disagree with their settings: the fewest faults that explain all of a name."""
     lines: dict[str, list[str]] = {}
     wrong = {name: s for name, s, error in reversed(items) if not error(()) <= 1}  # settings of the first by name
-    for name, s in wrong.items():
+    for name, s in reversed(wrong.items()):
         errors = [error for other_name, _, error in items if other_name == name]
         candidates = [*combinations(FAULTS, 1), *combinations(FAULTS, 2)]
         found = [faults for faults in candidates if all(error(faults) <= 1 for error in errors)]
