@@ -63,7 +63,9 @@ def main(arguments: list[str]) -> int:
     }
     parser = argparse.ArgumentParser("ropecheck", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("target", type=lambda text: text.partition(":"), help="what to check, or model, or vectors")
-    parser.add_argument("--case", default="yarn", choices=configs, help="of the tiny model")
+    parser.add_argument(
+        "--case", default="yarn", choices=configs, metavar="NAME", help=f"of the tiny model: {', '.join(configs)}"
+    )
     parser.add_argument("--tolerance", type=float, help="of cos and sin (1e-4), or of a server in nats (0.05)")
     args = parser.parse_args(arguments)
     lines = []
@@ -71,8 +73,10 @@ def main(arguments: list[str]) -> int:
         match args.target:
             case "model", _, folder:
                 tiny.write(Path(folder), configs[args.case])
+                return 0
             case "vectors", _, file:
                 Path(file).write_text(json.dumps(golden(), separators=(",", ":")) + "\n")
+                return 0
             case "http" | "https", _, _:
                 lines = engines.check_server("".join(args.target), configs[args.case], args.tolerance or 0.05)
             case "transformers", _, name:
