@@ -1,6 +1,7 @@
 """The check of an engine's RoPE: faults planted in transformers, which computes independently of it, are named."""
 
 import json
+import math
 import random
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -15,6 +16,7 @@ from lab.ropecheck import engines, tiny
 from lab.ropecheck.__main__ import main
 
 ORIGINAL = "original_max_position_embeddings"
+SHARPER = 1 + 0.1 * math.log(4)  # the attention factor of YaRN at a factor of 4
 
 
 def flat(config, kind):
@@ -44,11 +46,6 @@ def engine(change=lambda s, length: {}):
     return rotate
 
 
-def yarn_factor(s):
-    """The attention factor of transformers for settings of YaRN."""
-    return LlamaRotaryEmbedding(LlamaConfig(head_dim=32, rope_parameters=s | {"factor": 4.0})).attention_scaling
-
-
 def of_yarn(**changes):
     return lambda s, length: changes if s["rope_type"] == "yarn" else {}
 
@@ -65,26 +62,12 @@ def swapped(s, length):
     return {"beta_fast": s.get("beta_slow", 1.0), "beta_slow": s.get("beta_fast", 32.0)}
 
 
-def scaled_again(power):
-    def change(s, length):
-        if s["rope_type"] not in ("linear", "yarn", "llama3"):
-            return {}
-        kept = {"attention_factor": yarn_factor(s)} if s["rope_type"] == "yarn" else {}
-        return kept | {"factor": s["factor"] ** power}
-
-    return change
-
-
 def of_local(**changes):
     return lambda s, length: changes if s["kind"] == "sliding_attention" else {}
 
 
 def longrope(name):
     return lambda s, length: {"short_factor": s[name], "long_factor": s[name]} if s["rope_type"] == "longrope" else {}
-
-
-def squared(s, length):
-    return {"attention_factor": yarn_factor(s) ** 2} if s["rope_type"] == "yarn" else {}
 
 
 def both(one, two):
@@ -103,11 +86,11 @@ PLANTED = [
     (of_local(rope_theta=5e4), "linear_by_layer", "local layers use the global base"),
     (of_local(rope_type="linear", factor=4.0), "linear_by_layer", "local layers use the global scaling"),
     (lambda s, length: {ORIGINAL: s["longest"]}, "llama3", "the original length is max_position_embeddings, 256"),
-    (scaled_again(2), "yarn", "the factor is applied twice"),
-    (scaled_again(-1), "linear", "frequencies are multiplied by the factor, not divided"),
+    (of_yarn(factor=16.0, attention_factor=SHARPER), "yarn", "the factor is applied twice"),
+    (lambda s, length: {"factor": 0.25}, "linear", "frequencies are multiplied by the factor, not divided"),
     (ONE, "yarn", "attention factor 1.0 instead of 1.139"),
     (ONE, "yarn_mscale", "attention factor 1.0 instead of 1.065"),
-    (squared, "yarn", "the attention factor is applied twice, 1.139 squared"),
+    (of_yarn(attention_factor=SHARPER**2), "yarn", "the attention factor is applied twice, 1.139 squared"),
     (swapped, "yarn", "beta_fast and beta_slow are swapped"),
     (of_yarn(beta_fast=32.0, beta_slow=1.0), "yarn_betas", "beta_fast and beta_slow are ignored: 32 and 1"),
     (of_yarn(truncate=False), "yarn", "the limits of YaRN's ramp are not rounded"),
