@@ -1,4 +1,4 @@
-"""A Llama of 57 kB for any engine to load, and its forward pass in float64."""
+"""A Llama of 54 kB for any engine to load, and its forward pass in float64."""
 
 import json
 import random
