@@ -1,13 +1,16 @@
 """Small models of transformers with random weights, and our network with those of a folder."""
 
+import math
 from pathlib import Path
 
 import torch
 import transformers
 
 from conf.schema import GPTConfig
+from lab.ropecheck.rope import FULL, inv_freq, lengths, settings
 from model.cache import Cache
 from model.gpt import GPT
+from model.position.rotary import Rotary
 from ropewalk.hf import export, read_model
 
 TOKENS = 32  # original length
@@ -85,16 +88,29 @@ def assert_same_logits(net, model, length: int, encodings=None) -> None:
     torch.testing.assert_close(logits[..., :VOCAB], expected, rtol=1e-5, atol=1e-5)
 
 
-def assert_both_ways(model, folder: Path, lengths=(TOKENS - 1, 2 * TOKENS)) -> None:
+def assert_rotates_by(config, encodings) -> None:
+    """Each layer rotates and sharpens as ropecheck reads a config.json, both in float64."""
+    kinds = config.get("layer_types") or [FULL] * len(encodings)
+    for kind, pe in zip(kinds, encodings, strict=True):
+        if not isinstance(pe, Rotary):
+            continue
+        for length in lengths(settings(config)["original"]):
+            said = settings(config, kind, length)
+            expected = torch.from_numpy(inv_freq(said))
+            torch.testing.assert_close(pe.frequencies(length), expected, rtol=1e-12, atol=0)
+            assert math.isclose(pe.logit_scale, said["attention_factor"] ** 2, rel_tol=1e-12)
+
+
+def assert_both_ways(model, folder: Path) -> None:
     """A model of transformers, saved in `folder`, is read, written and read again; all have the same logits."""
     pretrained = read_model(f"hf:{folder}")
     net = network(pretrained)
     written = exported(net, pretrained.pe, folder.with_name("out"))
-    for length in lengths:
+    for length in (TOKENS - 1, 2 * TOKENS):
         assert_same_logits(net, model, length)
         assert_same_logits(net, written, length)
 
     again = network(read_model(folder.with_name("out")))
     assert again.cfg == net.cfg
     torch.testing.assert_close(again.state_dict(), net.state_dict(), rtol=0, atol=0)
-    assert_same_logits(again, model, lengths[-1])
+    assert_same_logits(again, model, 2 * TOKENS)

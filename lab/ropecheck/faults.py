@@ -13,6 +13,9 @@ import numpy as np
 from .rope import FULL, SLIDING, attention_factor, inv_freq, settings
 
 Fault = tuple[str, Callable[[dict[str, Any]], Any]]
+# A name; settings of a text; and how far what the engine did there is from what one with some faults does, of which
+# rounding explains 1.
+Item = tuple[str, dict[str, Any], Callable[[Sequence[Fault]], float]]
 
 NAMES = {
     "default": "RoPE",
@@ -23,7 +26,7 @@ NAMES = {
     "longrope": "LongRoPE",
     "proportional": "p-RoPE",
 }
-UNSCALED = {"rope_type": "default", "attention_factor": 1.0}
+UNSCALED = {"rope_type": "default", "attention_factor": 1.0, "kept": np.inf}
 
 
 def typed(s: dict[str, Any], *types: str, **changes: Any) -> Any:
@@ -33,8 +36,7 @@ def typed(s: dict[str, Any], *types: str, **changes: Any) -> Any:
 
 def other(s: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the other kind of layer."""
-    theirs = settings(s["config"], FULL if s["kind"] == SLIDING else SLIDING)
-    return theirs | {"kind": s["kind"], "length": s["length"]}
+    return settings(s["config"], FULL if s["kind"] == SLIDING else SLIDING, s["length"]) | {"kind": s["kind"]}
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -78,6 +80,7 @@ FAULTS: tuple[Fault, ...] = (
             s, "yarn", "longrope", attention_factor=attention_factor({"rope_type": "yarn", "factor": s["factor"]})
         ),
     ),
+    ("attention_factor is ignored", lambda s: typed(s, "longrope", attention_factor=attention_factor(s))),
     ("beta_fast and beta_slow are swapped", lambda s: {"beta_fast": s["beta_slow"], "beta_slow": s["beta_fast"]}),
     ("beta_fast and beta_slow are ignored: 32 and 1", lambda s: {"beta_fast": 32.0, "beta_slow": 1.0}),
     ("the limits of YaRN's ramp are not rounded", lambda s: {"truncate": False}),
@@ -111,7 +114,10 @@ FAULTS: tuple[Fault, ...] = (
         lambda s: typed(s, "dynamic", length=s["max_position_embeddings"] * (2 - 1 / s["factor"])),
     ),
     ("frequencies are those of the longest text so far", lambda s: {"length": max(s["length"], s["so_far"])}),
-    ("partial_rotary_factor is ignored", lambda s: typed(s, "proportional", kept=s["pairs"])),
+    (
+        "partial_rotary_factor is ignored",
+        lambda s: {"dim": s["head_dim"], "pairs": s["head_dim"] // 2, "kept": s["head_dim"] // 2},
+    ),
     (
         "p-RoPE's exponents are those of the rotated channels, not of the head",
         lambda s: typed(s, "proportional", dim=2 * s["kept"]),
@@ -133,21 +139,15 @@ def faulty(faults: Sequence[Fault], s: dict[str, Any]) -> dict[str, Any]:
     return s
 
 
-def explain(items: Sequence[Any], error: Callable[[Sequence[Fault], Any], float]) -> list[str]:
-    """Return lines about items that disagree with their settings: the fewest faults that explain all of a name.
-
-    Args:
-        items: tuples that begin with a name and settings.
-        error: how far an item is from what an engine with these faults gives; 1 is the most that rounding explains.
-    """
+def explain(items: Sequence[Item]) -> list[str]:
+    """Return lines about items that disagree with their settings: the fewest faults that explain all of a name."""
     lines: dict[str, list[str]] = {}
-    wrong = {item[0]: item[1] for item in reversed(items) if not error((), item) <= 1}  # settings of the first by name
-    for name, s in wrong.items():
-        own = [item for item in items if item[0] == name]
-        line = f"no fault known here explains that it is off in a text of {s['length']} tokens"
-        for size in (2, 1):
-            found = [faults for faults in combinations(FAULTS, size) if all(error(faults, item) <= 1 for item in own)]
-            words = [" and ".join(text for text, _ in faults) for faults in found[:3]]
-            line = ", or ".join(words) or line
+    wrong = {name: s for name, s, error in reversed(items) if not error(()) <= 1}  # settings of the first by name
+    for name, s in reversed(wrong.items()):
+        errors = [error for other_name, _, error in items if other_name == name]
+        candidates = [*combinations(FAULTS, 1), *combinations(FAULTS, 2)]
+        found = [faults for faults in candidates if all(error(faults) <= 1 for error in errors)]
+        words = [" and ".join(text for text, _ in faults) for faults in found if len(faults) == len(found[0])]
+        line = ", or ".join(words[:3]) or "no fault known here explains that it is off in a text of {length} tokens"
         lines.setdefault(line.format(name=NAMES[s["rope_type"]], **s), []).append(name)
     return [f"{', '.join(names)}: {line}" for line, names in lines.items()]

@@ -21,12 +21,20 @@ DEFAULTS = {
 }
 
 
+def lengths(original: int) -> list[int]:
+    """Return the lengths of text to check: one token; below, at and above the original length; and twice that."""
+    return [1, original // 2, original, original + 1, 2 * original]
+
+
 def settings(config: dict[str, Any], kind: str = FULL, length: int = 1) -> dict[str, Any]:
     """Return the rotary settings of a kind of layer in a text of `length` tokens, with all that follows from them.
 
     Args:
         config: content of a config.json, with `rope_parameters` (transformers 5; also by kind of layer) or with
             `rope_theta` and `rope_scaling` (transformers 4; Gemma 3 has a `rope_local_base_freq` for sliding layers).
+
+    Raises:
+        KeyError: the configuration lacks a setting.
     """
     is_new = bool(config.get("rope_parameters"))
     given = config["rope_parameters"] if is_new else config.get("rope_scaling") or {}
@@ -34,17 +42,18 @@ def settings(config: dict[str, Any], kind: str = FULL, length: int = 1) -> dict[
     if not is_new and kind == SLIDING and "rope_local_base_freq" in config:
         given = {"rope_theta": config["rope_local_base_freq"]}
 
-    # None is the default, and so is 0 for beta_slow.
-    s = DEFAULTS | config | {name: value for name, value in given.items() if value or value is False}
+    # None is the default, and so is 0 for beta_slow; but None is false for truncate.
+    s = DEFAULTS | config | {name: value for name, value in given.items() if value or name == "truncate"}
     s |= {"config": config, "is_new": is_new, "kind": kind, "length": length}
     s["rope_type"] = s.get("rope_type") or s.get("type", "default")
     s["original"] = s.get("original_max_position_embeddings") or s["max_position_embeddings"]
     s["factor"] = s.get("factor") or s["max_position_embeddings"] / s["original"]
-    s["head_dim"] = s.get("head_dim") or s["hidden_size"] // s["num_attention_heads"]
-    rotated = int(s["head_dim"] * s["partial_rotary_factor"])
+    # The rotated part of a head stands alone in DeepSeek's attention.
+    head_dim = s.get("qk_rope_head_dim") or s.get("head_dim") or s["hidden_size"] // s["num_attention_heads"]
+    rotated = int(head_dim * s["partial_rotary_factor"])
     # The exponents of p-RoPE are those of the whole head.
-    dim = s["head_dim"] if s["rope_type"] == "proportional" else rotated
-    s |= {"dim": dim, "pairs": dim // 2, "kept": rotated // 2}
+    dim = head_dim if s["rope_type"] == "proportional" else rotated
+    s |= {"head_dim": head_dim, "dim": dim, "pairs": dim // 2, "kept": rotated // 2}
     s["attention_factor"] = s.get("attention_factor") or attention_factor(s)
     return s
 
@@ -52,52 +61,57 @@ def settings(config: dict[str, Any], kind: str = FULL, length: int = 1) -> dict[
 def attention_factor(s: dict[str, Any]) -> float:
     """Return the attention factor of settings that do not name it."""
     log = math.log(max(s["factor"], 1))
-    if s["rope_type"] == "longrope":
-        return math.sqrt(1 + log / math.log(s["original"]))
-    if s["rope_type"] != "yarn":
-        return 1.0
-    if s.get("mscale") and s.get("mscale_all_dim"):  # DeepSeek
-        return (1 + 0.1 * s["mscale"] * log) / (1 + 0.1 * s["mscale_all_dim"] * log)
-    return 1 + 0.1 * log
+    match s["rope_type"]:
+        case "longrope":
+            return math.sqrt(1 + log / math.log(s["original"]))
+        case "yarn" if s.get("mscale") and s.get("mscale_all_dim"):  # DeepSeek
+            return (1 + 0.1 * s["mscale"] * log) / (1 + 0.1 * s["mscale_all_dim"] * log)
+        case "yarn":
+            return 1 + 0.1 * log
+    return 1.0
 
 
 def inv_freq(s: dict[str, Any]) -> np.ndarray:
     """Return the frequencies [D / 2] in radians per token. Raises ValueError: their type is unknown."""
-    kind = s["rope_type"]
-    factor = s["factor"]
-    index = np.arange(s["pairs"])
     base = s["rope_theta"]
-    if kind == "dynamic":  # the base grows with a text beyond the length of the model
-        growth = 1 + factor * (max(s["length"] / s["max_position_embeddings"], 1) - 1)
+    if s["rope_type"] == "dynamic":  # it grows with a text beyond the length of the model
+        growth = 1 + s["factor"] * (max(s["length"] / s["max_position_embeddings"], 1) - 1)
         base = base * growth ** (s["dim"] / (s["dim"] - 2))
-    plain = float(base) ** (-2 * index / s["dim"])
+    index = np.arange(s["pairs"])
+    plain = base ** (-2 * index / s["dim"]) * (index < s["kept"])
 
-    if kind in ("default", "dynamic"):
-        return plain
-    if kind == "linear":
-        return plain / factor
-    if kind == "proportional":
-        return plain * (index < s["kept"]) / factor
-    if kind == "longrope":
-        return plain / (s["long_factor"] if s["length"] > s["original"] else s["short_factor"])
-    if kind == "llama3":
-        turns = s["original"] * plain / (2 * math.pi)
-        kept = np.clip((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"]), 0, 1)
-        return plain * (kept + (1 - kept) / factor)
-    if kind != "yarn":
-        raise ValueError(f"rope_type={kind!r} is unknown here")
+    # Each frequency keeps a share of itself; the rest is divided by the factor.
+    factor = s["factor"]
+    match s["rope_type"]:
+        case "default" | "dynamic":
+            kept: Any = 1.0
+        case "linear" | "proportional":
+            kept = 0.0
+        case "longrope":
+            kept = 0.0
+            factor = np.array(s["long_factor"] if s["length"] > s["original"] else s["short_factor"])
+        case "llama3":
+            full_turns = s["original"] * plain / (2 * math.pi)
+            kept = (full_turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+        case "yarn":
+            low, high = yarn_limits(s)
+            kept = 1 - (index - low) / ((high - low) or 0.001)
+        case unknown:
+            raise ValueError(f"rope_type={unknown!r} is unknown here")
+    kept = np.clip(kept, 0, 1)
+    return plain * (kept + (1 - kept) / factor)
 
-    # Indices of the pairs that make so many turns within the original length: original * plain = 2 pi turns.
-    turns_per_radian = s["original"] / (2 * math.pi)
-    low = s["dim"] / 2 * math.log(turns_per_radian / s["beta_fast"], base)
-    high = s["dim"] / 2 * math.log(turns_per_radian / s["beta_slow"], base)
+
+def yarn_limits(s: dict[str, Any]) -> tuple[float, float]:
+    """Return the index of the last pair that YaRN keeps, and of the first that it divides by the factor."""
+    # Pair i makes so many turns within the original length: original base^(-2i/D) = 2 pi turns, solved for i.
+    tokens_per_radian = s["original"] / (2 * math.pi)
+    low = s["dim"] / 2 * math.log(tokens_per_radian / s["beta_fast"], s["rope_theta"])
+    high = s["dim"] / 2 * math.log(tokens_per_radian / s["beta_slow"], s["rope_theta"])
     if s["truncate"]:
         low = math.floor(low)
         high = math.ceil(high)
-    low = max(low, 0)
-    high = min(high, s["dim"] - 1)
-    kept = 1 - np.clip((index - low) / ((high - low) or 0.001), 0, 1)
-    return plain * (kept + (1 - kept) / factor)
+    return max(low, 0), min(high, s["dim"] - 1)
 
 
 def turns(s: dict[str, Any], positions: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The rotary family against transformers, and against definitions written out as loops in float64."""
+"""The rotary family against the formulas of ropecheck, and against definitions written out as loops in float64."""
 
 import math
 from pkgutil import resolve_name
@@ -8,10 +8,8 @@ import torch
 from conftest import ENCODINGS, at_last_scale, attend, build_pe, context, normal, pe_options
 from definitions import D, turned
 from torch.testing import assert_close
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from lab.ropecheck import rope as ropecheck
 from model.position.layer import make_context
 from model.position.network import for_length
 from model.position.rotary import Rotary
@@ -38,23 +36,6 @@ SCALED = subclasses(ScaledRotary)
 ROTARY = [name for name in subclasses(Rotary) if name not in subclasses(TrainingFree)]
 
 
-def reference(kind, head_dim, original_len, base, length=None, **parameters):
-    """(inv_freq, attention factor) by transformers."""
-    parameters |= {"rope_type": kind, "rope_theta": base}
-    if kind != "dynamic":  # which takes the original length from max_position_embeddings
-        parameters["original_max_position_embeddings"] = original_len
-    config = LlamaConfig(
-        hidden_size=head_dim,
-        num_attention_heads=1,
-        head_dim=head_dim,
-        max_position_embeddings=original_len,
-        rope_parameters=parameters,
-    )
-    if kind == "default":
-        return LlamaRotaryEmbedding.compute_default_rope_parameters(config)
-    return ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=length)
-
-
 def read(name, head_dim, original_len, scale, base, length=None, **options):
     """(Frequencies, attention factor) with which a model trained at `original_len` reads `length` tokens at `scale`."""
     options["base"] = base
@@ -73,29 +54,34 @@ def read(name, head_dim, original_len, scale, base, length=None, **options):
     return pe.frequencies(length or original_len), math.sqrt(pe.logit_scale)
 
 
-# Encoding and options, their name for it, and the length that is read, in trained lengths.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+WIDER = {"low_freq_factor": 2.0, "high_freq_factor": 16.0}
+# Encoding and options, the settings of transformers for them, and the length that is read, in trained lengths.
 THEIRS = [
-    ("rope", {}, "default", 1),
-    ("linear", {}, "linear", 1),
-    ("linear", {"partial_rotary_factor": 0.5}, "linear", 1),
-    ("yarn", {}, "yarn", 1),
-    ("yarn", {"partial_rotary_factor": 0.5}, "yarn", 1),
-    ("yarn", {"beta_fast": 16.0, "beta_slow": 2.0}, "yarn", 1),
-    ("llama3", {"low_freq_factor": 1.0, "high_freq_factor": 4.0}, "llama3", 1),
-    ("llama3", {"low_freq_factor": 2.0, "high_freq_factor": 16.0}, "llama3", 1),
-    ("dynamic_ntk", {}, "dynamic", 0.5),
-    ("dynamic_ntk", {}, "dynamic", 1 + 2**-6),
-    ("dynamic_ntk", {}, "dynamic", 3),
-    ("p_rope", {"proportion": 0.75}, "proportional", 1),
-    ("p_rope", {"proportion": 0.3}, "proportional", 1),
-    ("longrope", {}, "longrope", 1),
-    ("longrope", {}, "longrope", 1 + 2**-6),
+    ("rope", {}, {"rope_type": "default"}, 1),
+    ("rope", {"partial_rotary_factor": 0.5}, {"rope_type": "default", "partial_rotary_factor": 0.5}, 1),
+    ("linear", {}, {"rope_type": "linear"}, 1),
+    ("linear", {"partial_rotary_factor": 0.5}, {"rope_type": "linear", "partial_rotary_factor": 0.5}, 1),
+    ("yarn", {}, {"rope_type": "yarn"}, 1),
+    ("yarn", {"partial_rotary_factor": 0.5}, {"rope_type": "yarn", "partial_rotary_factor": 0.5}, 1),
+    ("yarn", {"beta_fast": 16.0, "beta_slow": 2.0}, {"rope_type": "yarn", "beta_fast": 16.0, "beta_slow": 2.0}, 1),
+    ("yarn", {"ramp": "unrounded"}, {"rope_type": "yarn", "truncate": False}, 1),
+    ("llama3", LLAMA3, {"rope_type": "llama3"} | LLAMA3, 1),
+    ("llama3", WIDER, {"rope_type": "llama3"} | WIDER, 1),
+    ("dynamic_ntk", {}, {"rope_type": "dynamic"}, 0.5),
+    ("dynamic_ntk", {}, {"rope_type": "dynamic"}, 1 + 2**-6),
+    ("dynamic_ntk", {}, {"rope_type": "dynamic"}, 3),
+    ("p_rope", {"proportion": 0.75}, {"rope_type": "proportional", "partial_rotary_factor": 0.75, "factor": 1.0}, 1),
+    ("p_rope", {"proportion": 0.3}, {"rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 1.0}, 1),
+    ("longrope", {}, {"rope_type": "longrope"}, 1),
+    ("longrope", {}, {"rope_type": "longrope"}, 1 + 2**-6),
 ]
 
 
 @over_a_grid
-@pytest.mark.parametrize(("name", "options", "kind", "lengths"), THEIRS)
-def test_frequencies_equal_transformers(name, options, kind, lengths, head_dim, original_len, scale, base):
+@pytest.mark.parametrize(("name", "options", "settings", "lengths"), THEIRS)
+def test_frequencies_equal_ropecheck(name, options, settings, lengths, head_dim, original_len, scale, base):
+    """Its formulas in numpy, which its own tests compare with transformers."""
     if name == "longrope":
         growth = 0.0 if scale == 1 else 1.0  # unscaled is RoPE here, so that only lists of ones are comparable
         pairs = range(head_dim // 2)
@@ -103,12 +89,11 @@ def test_frequencies_equal_transformers(name, options, kind, lengths, head_dim, 
             "short_factor": [1 + 0.01 * growth * pair for pair in pairs],
             "long_factor": [1 + 0.5 * growth * pair for pair in pairs],
         }
+        settings = settings | options
     length = int(lengths * original_len)
-    parameters = dict(options)
-    if name == "p_rope":
-        parameters["partial_rotary_factor"] = parameters.pop("proportion")
-    else:
-        parameters["factor"] = scale
+    sizes = {"head_dim": head_dim, "max_position_embeddings": original_len}
+    given = {"factor": scale, "rope_theta": base, "original_max_position_embeddings": original_len} | settings
+    expected = ropecheck.settings(sizes | {"rope_parameters": given}, length=length)
 
     frequencies, factor = read(
         name,
@@ -119,18 +104,9 @@ def test_frequencies_equal_transformers(name, options, kind, lengths, head_dim, 
         length,
         **options,
     )
-    their_frequencies, their_factor = reference(
-        kind,
-        head_dim,
-        original_len,
-        base,
-        length,
-        **parameters,
-    )
 
-    # Theirs are float32: relative to each frequency, since the low ones are 1e-5 and less.
-    assert_close(frequencies, their_frequencies.double(), rtol=1e-6, atol=1e-12)
-    assert factor == pytest.approx(their_factor, rel=1e-6)
+    assert_close(frequencies, torch.from_numpy(ropecheck.inv_freq(expected)), rtol=1e-12, atol=0)
+    assert factor == pytest.approx(expected["attention_factor"], rel=1e-12)
 
 
 @over_a_grid

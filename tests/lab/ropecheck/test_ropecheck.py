@@ -1,6 +1,7 @@
 """The check of an engine's RoPE: faults planted in transformers, which computes independently of it, are named."""
 
 import json
+import math
 import random
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -8,13 +9,14 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lab.ropecheck import engines, tiny
 from lab.ropecheck.__main__ import main
 
 ORIGINAL = "original_max_position_embeddings"
+SHARPER = 1 + 0.1 * math.log(4)  # the attention factor of YaRN at a factor of 4
 
 
 def flat(config, kind):
@@ -44,11 +46,6 @@ def engine(change=lambda s, length: {}):
     return rotate
 
 
-def yarn_factor(s):
-    """The attention factor of transformers for settings of YaRN."""
-    return LlamaRotaryEmbedding(LlamaConfig(head_dim=32, rope_parameters=s | {"factor": 4.0})).attention_scaling
-
-
 def of_yarn(**changes):
     return lambda s, length: changes if s["rope_type"] == "yarn" else {}
 
@@ -65,26 +62,12 @@ def swapped(s, length):
     return {"beta_fast": s.get("beta_slow", 1.0), "beta_slow": s.get("beta_fast", 32.0)}
 
 
-def scaled_again(power):
-    def change(s, length):
-        if s["rope_type"] not in ("linear", "yarn", "llama3"):
-            return {}
-        kept = {"attention_factor": yarn_factor(s)} if s["rope_type"] == "yarn" else {}
-        return kept | {"factor": s["factor"] ** power}
-
-    return change
-
-
 def of_local(**changes):
     return lambda s, length: changes if s["kind"] == "sliding_attention" else {}
 
 
 def longrope(name):
     return lambda s, length: {"short_factor": s[name], "long_factor": s[name]} if s["rope_type"] == "longrope" else {}
-
-
-def squared(s, length):
-    return {"attention_factor": yarn_factor(s) ** 2} if s["rope_type"] == "yarn" else {}
 
 
 def both(one, two):
@@ -103,11 +86,11 @@ PLANTED = [
     (of_local(rope_theta=5e4), "linear_by_layer", "local layers use the global base"),
     (of_local(rope_type="linear", factor=4.0), "linear_by_layer", "local layers use the global scaling"),
     (lambda s, length: {ORIGINAL: s["longest"]}, "llama3", "the original length is max_position_embeddings, 256"),
-    (scaled_again(2), "yarn", "the factor is applied twice"),
-    (scaled_again(-1), "linear", "frequencies are multiplied by the factor, not divided"),
+    (of_yarn(factor=16.0, attention_factor=SHARPER), "yarn", "the factor is applied twice"),
+    (lambda s, length: {"factor": 0.25}, "linear", "frequencies are multiplied by the factor, not divided"),
     (ONE, "yarn", "attention factor 1.0 instead of 1.139"),
     (ONE, "yarn_mscale", "attention factor 1.0 instead of 1.065"),
-    (squared, "yarn", "the attention factor is applied twice, 1.139 squared"),
+    (of_yarn(attention_factor=SHARPER**2), "yarn", "the attention factor is applied twice, 1.139 squared"),
     (swapped, "yarn", "beta_fast and beta_slow are swapped"),
     (of_yarn(beta_fast=32.0, beta_slow=1.0), "yarn_betas", "beta_fast and beta_slow are ignored: 32 and 1"),
     (of_yarn(truncate=False), "yarn", "the limits of YaRN's ramp are not rounded"),
@@ -159,9 +142,31 @@ def test_nothing_is_named_on_a_right_engine():
     assert engines.check(engine(), cases) == []
 
 
+MODELS = {
+    "qwen3": {"num_key_value_heads": 2},
+    "phi": {"partial_rotary_factor": 0.5},
+    "cohere": {},  # pairs of channels lie side by side
+    "deepseek_v3": {"qk_rope_head_dim": 32},  # a part of a head is rotated
+    "gemma3_text": {},  # kinds of layers
+    "glm": {},
+}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_are_right(name, scaled, tmp_path):
+    """From their config.json, whatever lies around the rotation."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 4096}
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, ORIGINAL: 1024}
+    rope = {"rope_parameters": yarn} if scaled else {}
+    AutoConfig.for_model(name, **sizes, **MODELS[name], **rope).save_pretrained(tmp_path)
+    assert main([f"transformers:{tmp_path}"]) == 0
+
+
 def test_the_golden_vectors_are_those_that_the_command_writes(tmp_path):
-    assert main(["vectors", str(tmp_path / "vectors.json")]) == 0
+    assert main([f"vectors:{tmp_path / 'vectors.json'}"]) == 0
     written = json.loads((tmp_path / "vectors.json").read_text())
+    assert (tmp_path / "vectors.json").stat().st_size < 300_000
     committed = engines.GOLDEN
     assert [case["config"] for case in written["cases"]] == [case["config"] for case in committed["cases"]]
     for case, same in zip(written["cases"], committed["cases"], strict=True):
@@ -175,14 +180,18 @@ def test_the_golden_vectors_are_those_that_the_command_writes(tmp_path):
 @pytest.mark.parametrize("name", ["default", "dynamic", "yarn_mscale", "llama3_limits", "longrope"])
 @torch.no_grad()
 def test_the_tiny_model_computes_the_committed_logits_in_transformers(name, tmp_path):
-    main(["model", str(tmp_path), "--case", name])
+    assert main([f"model:{tmp_path}", "--case", name]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 110_000
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 100_000
 
     case = next(case for case in reversed(engines.GOLDEN["cases"]) if case["name"] == name)
     for length, numbers in case["lengths"].items():
-        logits = model(torch.tensor([tiny.prompt(int(length))])).logits[0, -1]
+        text = "".join(tiny.CHARACTERS[token] for token in tiny.prompt(int(length)))
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        logits = model(ids).logits[0, -1]
         np.testing.assert_allclose(logits, numbers["logits"], rtol=0, atol=2e-4)
+        assert tokenizer.decode(ids[0]) == text
     assert main([f"transformers:{tmp_path}"]) == (name == "dynamic")  # which remembers the longest text
 
 
@@ -191,7 +200,7 @@ def serve(tmp_path):
     """Start a server of completions with the tiny model, by transformers: one configuration to read, one to decode."""
     servers = []
 
-    def start(prefill, decode, echo=True, shift=0):
+    def start(prefill, decode, shift=0, says=lambda text, values: {"tokens": [*text], "token_logprobs": values}):
         models = []
         for number, rope in enumerate((prefill, decode)):
             tiny.write(tmp_path / str(number), config_of("yarn") | {"rope_parameters": rope})
@@ -200,25 +209,24 @@ def serve(tmp_path):
         @torch.no_grad()
         def complete(prompt, new):
             cache = DynamicCache()
-            tokens = list(prompt)
-            logits = models[0](torch.tensor([prompt]), past_key_values=cache).logits[0]
+            tokens = [tiny.CHARACTERS.index(character) for character in prompt]
+            logits = models[0](torch.tensor([tokens]), past_key_values=cache).logits[0]
             for _ in range(new):
                 tokens.append(int(logits[-1].argmax()))
                 place = torch.tensor([[len(tokens) - 1 + shift]])
                 step = models[1](torch.tensor([tokens[-1:]]), past_key_values=cache, position_ids=place)
                 logits = torch.cat([logits, step.logits[0]])
             values = logits.log_softmax(-1)[range(len(tokens) - 1), tokens[1:]].tolist()
-            said = [tiny.CHARACTERS[token] for token in tokens], [None, *values]
-            return said if echo else (said[0][-new:], said[1][-new:])
+            text = "".join(tiny.CHARACTERS[token] for token in tokens)
+            return {"text": text, "logprobs": says(text, [None, *values])}
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                tokens, values = complete(body["prompt"], body["max_tokens"])
                 self.send_response(200)
                 self.end_headers()
-                logprobs = {"tokens": tokens, "token_logprobs": values}
-                self.wfile.write(json.dumps({"choices": [{"logprobs": logprobs}]}).encode())
+                choices = [complete(body["prompt"], body["max_tokens"])]
+                self.wfile.write(json.dumps({"choices": choices}).encode())
 
             def log_message(self, *arguments):
                 pass
@@ -236,32 +244,56 @@ def config_of(name):
     return next(case[1] for case in reversed(engines.CASES) if case[0] == name)
 
 
+def of_new_tokens(text, values):
+    """What MLX says: no text, nothing of the prompt."""
+    return {"content": [{"logprob": value} for value in values[-engines.NEW :]]}
+
+
 YARN = config_of("yarn")["rope_parameters"]
 PLAIN = {"rope_type": "default", "rope_theta": 5e4}
-DECODE = "prefill is right, decode is not: the tiny model: "
+PREFILL = "the tiny model in prefill: "
+DECODE = "the tiny model in decode: "
 
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "options", "text"),
     [
         (YARN, YARN, {}, "right"),
-        (YARN, YARN, {"echo": False}, "right"),
-        (PLAIN, PLAIN, {}, "the tiny model: the scaling is ignored"),
-        (YARN | {"attention_factor": 1.0},) * 2 + ({}, "the tiny model: attention factor 1.0 instead of 1.139"),
+        (YARN, YARN, {"says": of_new_tokens}, "right"),
+        (YARN, YARN, {"says": lambda text, values: None}, "right"),
+        (PLAIN, PLAIN, {}, PREFILL + "the scaling is ignored"),
+        (PLAIN, PLAIN, {"says": lambda text, values: None}, PREFILL + "the scaling is ignored"),
+        (YARN | {"attention_factor": 1.0},) * 2 + ({}, PREFILL + "attention factor 1.0 instead of 1.139"),
         (YARN | {"beta_fast": 1.0, "beta_slow": 32.0},) * 2
-        + ({"echo": False}, "the tiny model: beta_fast and beta_slow are swapped"),
+        + ({"says": of_new_tokens}, PREFILL + "beta_fast and beta_slow are swapped"),
         (YARN, PLAIN, {}, DECODE + "the scaling is ignored"),
         (YARN, YARN, {"shift": 1}, DECODE + "positions are one too large"),
     ],
 )
 def test_a_server_is_checked_by_one_command(prefill, decode, options, text, serve, capsys):
     code = main([serve(prefill, decode, **options)])
-    assert capsys.readouterr().out.strip().split(", or ")[0] == text
+    assert capsys.readouterr().out.splitlines()[-1].split(", or ")[0] == text
     assert code == (text != "right")
 
 
-def test_what_cannot_be_told_is_said(capsys):
-    """No server there; an engine that refuses everything."""
-    assert main(["http://127.0.0.1:9/v1/completions"]) == 2
-    assert main(["json:dumps"]) == 2
-    assert "the engine refuses all cases" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("http://127.0.0.1:9/v1/completions", "Connection refused"),
+        ("no_such_module:rope", "No module named 'no_such_module'"),
+        ("json:no_such_name", "has no attribute 'no_such_name'"),
+        ("json:dumps", "the engine refuses all cases"),  # another signature
+        ("transformers:NoSuchModel", "has no attribute NoSuchModel"),
+        ("transformers:.", "No such file"),
+        ("transformers:{folder}", "'max_position_embeddings' is missing"),
+        ("model:{folder}/config.json/tiny", "Not a directory"),
+    ],
+)
+def test_what_cannot_be_told_is_said(target, message, capsys, tmp_path, monkeypatch):
+    """In one line, such as of a configuration without RoPE."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "n_positions": 64}')
+    assert main([target.format(folder=tmp_path / "gpt2")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line

@@ -12,14 +12,14 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import ENCODINGS, build_gpt, edit, pe_options
-from hf_models import VOCAB, assert_same_logits, exported, tokens
+from conftest import ENCODINGS, build_gpt, pe_options
+from hf_models import VOCAB, assert_rotates_by, assert_same_logits, exported, tokens
 from packaging.version import Version
 
 from lab.ropecheck.__main__ import main as ropecheck
 from model.generation import generate
 from model.position.network import at_scale, max_len_of, scales_of
-from ropewalk.hf import export, read_model
+from ropewalk.hf import export
 
 TRAIN_LEN = 64
 PROMPT = 58  # tokens; a text of 12 more grows across TRAIN_LEN
@@ -90,12 +90,6 @@ def test_an_export_computes_the_same_in_transformers(name, tmp_path):
     assert_same_logits(net, model, TRAIN_LEN - 1, encodings)
     assert_same_logits(net, model, min(256, max_len_of(encodings) or 256), encodings)
 
-    card = (tmp_path / "out" / "README.md").read_text()
-    if name != "learned" and "before 5 " not in card:  # the old keys are there too, and say the same by themselves
-        whole = read_model(tmp_path / "out").pe
-        edit(tmp_path / "out" / "config.json", rope_parameters=...)
-        assert read_model(tmp_path / "out").pe == whole
-
     if pe["name"] not in ("dynamic_ntk", "longrope"):  # a cache of transformers keeps keys as they were rotated
         net.double()  # in which no two tokens are equally probable by rounding
         texts = model.double().generate(tokens(PROMPT), max_new_tokens=12, do_sample=False)
@@ -103,17 +97,21 @@ def test_an_export_computes_the_same_in_transformers(name, tmp_path):
         assert torch.equal(torch.stack([*new], dim=1), texts[:, PROMPT:])
 
 
-def rotates(name):
-    """Whether ropecheck can tell: all layers have RoPE, and transformers does not remember longer texts."""
-    return EXPORTS[name]["encoding"] not in ("learned", "nope", "dynamic_ntk")
-
-
-@pytest.mark.parametrize("name", [*filter(rotates, EXPORTS)])
+@pytest.mark.parametrize("name", [name for name in EXPORTS if name not in ("learned", "nope")])
 def test_ropecheck_finds_an_export_right(name, tmp_path):
-    """By formulas in numpy, at lengths around the original one, in each kind of layer."""
+    """What its config.json says is what our network does, and what transformers does in each kind of layer."""
     net, pe = build(**EXPORTS[name])
     exported(net, pe, tmp_path / "out", scale=largest_scale(net))
-    assert ropecheck([f"transformers:{tmp_path / 'out'}"]) == 0
+    encodings = at_scale(net.encodings, largest_scale(net), TRAIN_LEN)
+
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert_rotates_by(config, encodings)
+    if "before 5 " not in (tmp_path / "out" / "README.md").read_text():
+        del config["rope_parameters"]  # the old keys are there too, and say the same by themselves
+        assert_rotates_by(config, encodings)
+
+    # Of dynamic NTK transformers remembers the longest text.
+    assert ropecheck([f"transformers:{tmp_path / 'out'}"]) == (pe["name"] == "dynamic_ntk")
 
 
 OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*EXPORTS})]

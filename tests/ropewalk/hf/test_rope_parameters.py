@@ -4,9 +4,10 @@ import json
 
 import pytest
 from conftest import edit
-from hf_models import SIZES, TOKENS, assert_both_ways, hf_model
+from hf_models import SIZES, TOKENS, assert_rotates_by, exported, hf_model, network
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from lab.ropecheck.__main__ import main as ropecheck
 from ropewalk.hf import read_model
 
 ORIGINAL = "original_max_position_embeddings"
@@ -56,19 +57,21 @@ def test_transformers_has_no_other_rope_type():
 
 @pytest.mark.parametrize(("kind", "variant", "style"), VARIANTS)
 def test_every_rope_type_is_read_and_written(kind, variant, style, tmp_path):
-    """At lengths within and beyond both the original length and that of the model."""
-    model = hf_rope(kind, variant)
-    model.save_pretrained(tmp_path / "in")
+    """Our network does what ropecheck reads from the same settings, and so does transformers."""
+    hf_rope(kind, variant).save_pretrained(tmp_path / "in")
     if style == "old":
         to_old_style(tmp_path / "in")
-    said = read_model(tmp_path / "in").describe()
-    original = ROPES[kind][variant].get(ORIGINAL, TOKENS)
+    pretrained = read_model(tmp_path / "in")
+    net = network(pretrained)
+    assert net.train_len == TOKENS
+    assert pretrained.pe.get("original_len", TOKENS) == ROPES[kind][variant].get(ORIGINAL, TOKENS)
 
-    assert said["train_len"] == TOKENS
-    assert said["pe"].get("original_len", TOKENS) == original
-
-    lengths = {original, 2 * original, TOKENS, 2 * TOKENS}
-    assert_both_ways(model, tmp_path / "in", sorted(lengths))
+    exported(net, pretrained.pe, tmp_path / "out")
+    for folder in ("in", "out"):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert_rotates_by(config, net.encodings)
+        # Of dynamic NTK transformers remembers the longest text.
+        assert ropecheck([f"transformers:{tmp_path / folder}"]) == (kind == "dynamic")
 
 
 @pytest.mark.parametrize("original", [TOKENS // 4, float(TOKENS // 4)])
