@@ -4,7 +4,10 @@ import contextlib
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import partial
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -18,13 +21,12 @@ from torch.nn.functional import cross_entropy
 from conf.errors import ConfigError
 from conf.schema import GPTConfig, Optim
 from lab.benchmarks.measure import Row, interleave, peak_memory, ratio
-from lab.benchmarks.training import configuration, loop, made, timed, trained
-from ropewalk.training.hardware import Hardware
+from lab.benchmarks.training import configuration, loop, made, trained
 
 TIMES = 4  # an evaluation reads so many times the training length
 CLOSE = 0.02  # the first losses may differ by this share: all have untrained weights of the same size
 
-Build = Callable[[GPTConfig, int, int, Path], nn.Module]  # shape, size of the vocabulary, longest text, folder
+Build = Callable[[GPTConfig, int, int, str], nn.Module]  # shape, size of the vocabulary, longest text, folder
 
 
 class Peer(NamedTuple):
@@ -35,9 +37,9 @@ class Peer(NamedTuple):
     model: Mapping[str, Any] = MappingProxyType({})  # options of our network that give it the same shape
 
 
-def nanogpt(shape: GPTConfig, vocab_size: int, longest: int, folder: Path) -> nn.Module:
+def nanogpt(shape: GPTConfig, vocab_size: int, longest: int, folder: str) -> nn.Module:
     with contextlib.redirect_stdout(sys.stderr):  # it prints what it builds, and stdout is for the table
-        theirs = runpy.run_path(str(folder / "model.py"), run_name="nanogpt")
+        theirs = runpy.run_path(f"{folder}/model.py", run_name="nanogpt")
         config = theirs["GPTConfig"](
             n_layer=shape.n_layer,
             n_head=shape.n_head,
@@ -50,7 +52,7 @@ def nanogpt(shape: GPTConfig, vocab_size: int, longest: int, folder: Path) -> nn
         return theirs["GPT"](config)
 
 
-def litgpt(shape: GPTConfig, vocab_size: int, longest: int, folder: Path) -> nn.Module:
+def litgpt(shape: GPTConfig, vocab_size: int, longest: int, folder: str) -> nn.Module:
     from litgpt.model import GPT, Config
 
     config = Config(
@@ -68,7 +70,7 @@ def litgpt(shape: GPTConfig, vocab_size: int, longest: int, folder: Path) -> nn.
     return GPT(config)
 
 
-def x_transformers(shape: GPTConfig, vocab_size: int, longest: int, folder: Path) -> nn.Module:
+def x_transformers(shape: GPTConfig, vocab_size: int, longest: int, folder: str) -> nn.Module:
     from x_transformers import Decoder, TransformerWrapper
 
     layers = Decoder(
@@ -86,7 +88,7 @@ def x_transformers(shape: GPTConfig, vocab_size: int, longest: int, folder: Path
     )
 
 
-def gpt2(shape: GPTConfig, vocab_size: int, longest: int, folder: Path) -> nn.Module:
+def gpt2(shape: GPTConfig, vocab_size: int, longest: int, folder: str) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -104,7 +106,7 @@ def gpt2(shape: GPTConfig, vocab_size: int, longest: int, folder: Path) -> nn.Mo
     return GPT2LMHeadModel(config)
 
 
-def llama(shape: GPTConfig, vocab_size: int, longest: int, folder: Path) -> nn.Module:
+def llama(shape: GPTConfig, vocab_size: int, longest: int, folder: str) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -122,75 +124,74 @@ def llama(shape: GPTConfig, vocab_size: int, longest: int, folder: Path) -> nn.M
 
 
 PEERS = {
-    "nanoGPT": Peer(nanogpt, "learned"),
-    "nanoGPT, ours with rope": Peer(nanogpt),
-    "litgpt": Peer(litgpt, model={"tie_embeddings": False}),
-    "x-transformers": Peer(x_transformers),
+    "nanoGPT": Peer(nanogpt, "learned", {"mlp": "gelu_exact"}),
+    "nanoGPT, ours with rope": Peer(nanogpt, model={"mlp": "gelu_exact"}),
+    "litgpt": Peer(litgpt, model={"mlp": "gelu_exact", "tie_embeddings": False}),
+    "x-transformers": Peer(x_transformers, model={"mlp": "gelu_exact"}),
     "GPT-2 of transformers": Peer(gpt2, "learned", {"bias": True}),
     "Llama of transformers": Peer(llama, model={"mlp": "swiglu", "norm": "rmsnorm"}),
 }
 
 
-def peers(options: Any) -> Iterator[Row]:
-    """Yield a row for each of PEERS that is installed: what ours takes beside it, in turns.
+class Side:
+    """One of two networks that are compared, with what a training needs. Each method is one measurement.
 
-    Raises:
-        ConfigError: `options.nanogpt` is no folder of nanoGPT, or the first losses differ: it is not the same work.
+    Args:
+        own: ours, trained by train.py; else the peer's, trained by the shortest loop with the settings of PyTorch that
+            its users have.
     """
-    folder = Path(options.nanogpt or "")
-    if options.nanogpt and not (folder / "model.py").is_file():
-        raise ConfigError(f"nanogpt={options.nanogpt}: name the folder of a checkout of nanoGPT, with its model.py")
-    for name, peer in PEERS.items():
-        if peer.build is nanogpt and not options.nanogpt:
-            continue
-        print(name, file=sys.stderr, flush=True)
-        try:
-            yield {"": name} | _row(options, peer, folder)
-        except ImportError as error:
-            print(f"left out: {error}", file=sys.stderr)
 
-
-def _row(options: Any, peer: Peer, folder: Path) -> Row:
-    cfg = configuration(options.model_copy(update={"model": options.model | {**peer.model}}), peer.encoding)
-    hardware, data, ours = made(cfg)
-    longest = TIMES * cfg.train_len
-    theirs = peer.build(cfg.model, data.vocab_size, longest, folder).to(hardware.device)
-    for parameter in theirs.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=cfg.model.init_std)
-
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        if peer.build is nanogpt:
-            return theirs(x, y)[1]
-        found = theirs(x)  # logits, or an object that has them
-        return cross_entropy(getattr(found, "logits", found).flatten(0, 1), y.flatten())
-
-    steps = {
-        "ours": trained(cfg),
-        "theirs": loop(cfg, hardware, data, theirs, _optimizer(theirs, cfg.optim, hardware.device), loss_of),
-    }
-    first = {side: next(losses) for side, losses in steps.items()}
-    if abs(first["theirs"] / first["ours"] - 1) > CLOSE:
-        raise ConfigError(f"the first losses are {first['ours']:.3f} and {first['theirs']:.3f}: not the same work")
-    memory = [peak_memory(partial(next, losses), hardware.device) / 2**20 for losses in steps.values()]
-    our_step, their_step = (timed(losses, options.steps) for losses in steps.values())
-    our_seconds, seconds = interleave(our_step, their_step, options.rounds)
-    tokens = cfg.trainer.batch_size * cfg.train_len * options.steps
-    row = {
-        "speed of a step / its": ratio(seconds, our_seconds),
-        "tokens/s": f"{tokens / median(our_seconds):,.0f}",
-        "MB of a step, its": f"{memory[0]:.0f}, {memory[1]:.0f}",
-        f"speed at {TIMES}x / its": "",
-    }
-    if peer.encoding == "rope" and peer.build is not nanogpt:
-        ours.materialise(hardware.device)
-        ours.init_weights(cfg.seed)
+    def __init__(self, options: Any, peer: Peer, *, own: bool) -> None:
+        sections = options.model_copy(update={"model": options.model | {**peer.model}})
+        cfg = configuration(sections, peer.encoding)
+        self.steps = options.steps
+        self.hardware, data, net = made(cfg, tuned=own)
+        self.net: nn.Module = net
+        longest = TIMES * cfg.train_len
         x, y = data.validation(longest, cfg.step_tokens).batch(0, max(1, cfg.trainer.batch_size // TIMES))
-        x, y = x.to(hardware.device), y.to(hardware.device)
-        of_ours = _reading(ours, hardware, partial(ours, x, targets=y))
-        our_seconds, seconds = interleave(of_ours, _reading(theirs, hardware, partial(loss_of, x, y)), options.rounds)
-        row[f"speed at {TIMES}x / its"] = ratio(seconds, our_seconds)
-    return row
+        self.text = x.to(self.hardware.device), y.to(self.hardware.device)
+        if own:
+            self.losses = trained(cfg)
+            net.materialise(self.hardware.device)
+            net.init_weights(cfg.seed)
+            self.loss_of = lambda x, y: net(x, targets=y)
+            return
+        theirs = peer.build(cfg.model, data.vocab_size, longest, options.nanogpt).to(self.hardware.device)
+        for parameter in theirs.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=cfg.model.init_std)
+        self.net = theirs
+        self.loss_of = partial(_loss, theirs, peer.build is nanogpt)
+        optimizer = _optimizer(theirs, cfg.optim, self.hardware.device)
+        self.losses = loop(cfg, self.hardware, data, theirs, optimizer, self.loss_of)
+
+    def first_loss(self) -> float:
+        return float(next(self.losses))
+
+    def memory(self) -> float:
+        """Peak of a step beyond what is held before it, in MB."""
+        return peak_memory(partial(next, self.losses), self.hardware.device) / 2**20
+
+    def step(self) -> float:
+        """Seconds of a round of steps."""
+        start = perf_counter()
+        float(sum(islice(self.losses, self.steps)))  # waits for the device, so it belongs to the time
+        return perf_counter() - start
+
+    def reading(self) -> float:
+        """Seconds of the loss of long texts, without gradients."""
+        self.net.eval()
+        start = perf_counter()
+        with torch.no_grad(), self.hardware.autocast():
+            float(self.loss_of(*self.text))
+        return perf_counter() - start
+
+
+def _loss(net: nn.Module, has_loss: bool, x: Tensor, y: Tensor) -> Tensor:
+    if has_loss:  # nanoGPT computes all logits only where it gets the targets
+        return net(x, y)[1]
+    found = net(x)  # logits, or an object that has them
+    return cross_entropy(getattr(found, "logits", found).flatten(0, 1), y.flatten())
 
 
 def _optimizer(net: Any, optim: Optim, device: str) -> torch.optim.Optimizer:
@@ -202,15 +203,55 @@ def _optimizer(net: Any, optim: Optim, device: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), optim.lr, betas, weight_decay=optim.weight_decay, fused=True)
 
 
-def _reading(net: nn.Module, hardware: Hardware, loss: Callable[[], Tensor]) -> Callable[[], float]:
-    """Return a call that computes a loss without gradients and returns the seconds; the first one is made here."""
-    net.eval()
+_sides: list[Side] = []  # of a process that has one
 
-    def seconds() -> float:
-        start = perf_counter()
-        with torch.no_grad(), hardware.autocast():
-            float(loss())  # waits for the device
-        return perf_counter() - start
 
-    seconds()
-    return seconds
+def _asked(options: Any, name: str, what: str) -> float:
+    """A measurement of a peer, in a process of its own."""
+    if not _sides:
+        _sides.append(Side(options, PEERS[name], own=False))
+    return float(getattr(_sides[0], what)())
+
+
+def peers(options: Any) -> Iterator[Row]:
+    """Yield a row for each of PEERS that is installed: what ours takes beside it, in turns.
+
+    Each peer has a process of its own, which train.py's settings of PyTorch and of the allocator do not reach.
+
+    Raises:
+        ConfigError: `options.nanogpt` is no folder of nanoGPT, or the first losses differ: it is not the same work.
+    """
+    if options.nanogpt and not Path(options.nanogpt, "model.py").is_file():
+        raise ConfigError(f"nanogpt={options.nanogpt}: name the folder of a checkout of nanoGPT, with its model.py")
+    for name, peer in PEERS.items():
+        if peer.build is nanogpt and not options.nanogpt:
+            continue
+        print(name, file=sys.stderr, flush=True)
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+
+            def theirs(what: str, process: Executor = process, name: str = name) -> float:
+                return process.submit(_asked, options, name, what).result()
+
+            try:
+                their_loss = theirs("first_loss")
+            except ImportError as error:
+                print(f"left out: {error}", file=sys.stderr)
+                continue
+            yield {"": name} | _row(options, peer, their_loss, theirs)
+
+
+def _row(options: Any, peer: Peer, their_loss: float, theirs: Callable[[str], float]) -> Row:
+    ours = Side(options, peer, own=True)
+    our_loss = ours.first_loss()
+    if abs(their_loss / our_loss - 1) > CLOSE:
+        raise ConfigError(f"the first losses are {our_loss:.3f} and {their_loss:.3f}: not the same work")
+    row = {"MB of a step, its": f"{ours.memory():.0f}, {theirs('memory'):.0f}"}
+    our_seconds, seconds = interleave(ours.step, partial(theirs, "step"), options.rounds)
+    tokens = options.trainer["batch_size"] * options.train_len * options.steps
+    row["tokens/s"] = f"{tokens / median(our_seconds):,.0f}"
+    row["speed of a step / its"] = ratio(seconds, our_seconds)
+    row[f"speed at {TIMES}x / its"] = ""
+    if peer.encoding == "rope" and peer.build is not nanogpt:  # learned positions end where the training did
+        our_seconds, seconds = interleave(ours.reading, partial(theirs, "reading"), options.rounds)
+        row[f"speed at {TIMES}x / its"] = ratio(seconds, our_seconds)
+    return row

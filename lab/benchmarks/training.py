@@ -48,11 +48,16 @@ def timed(losses: Iterator[Tensor], steps: int) -> Callable[[], float]:
     return seconds
 
 
-def made(cfg: Config) -> tuple[Hardware, Any, GPT]:
-    """The hardware, the data and the network of a run, on the device "meta"."""
+def made(cfg: Config, *, tuned: bool = True) -> tuple[Hardware, Any, GPT]:
+    """The hardware, the data and the network of a run, on the device "meta".
+
+    Args:
+        tuned: choose the settings of PyTorch that train.py chooses, for the whole process.
+    """
     t = cfg.trainer
     hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile, kernels=t.kernels)
-    tune(hardware.device)
+    if tuned:
+        tune(hardware.device)
     data = build_data(cfg.data)
     data.prepare()
     with torch.device("meta"):
