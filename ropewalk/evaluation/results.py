@@ -118,7 +118,7 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
             "optimum": math.nan if optimum is None else optimum.values.sum() / optimum.units.sum(),
             "texts": len(self.nats),
             "documents": sample.units.size,
-            "grouping": grouping(self.documents, len(self.nats)),
+            "grouping": grouping(self.documents, len(self.nats)).tobytes(),
         }
 
 
