@@ -146,9 +146,14 @@ class Evaluator:
             "length": part.length,
         }
 
+    @cached_property
+    def usual(self) -> list[Plan]:
+        """The measures that `cfg.eval` asks for."""
+        return plans(self.data, self.cfg)
+
     def tokens(self) -> int:
         """About how many tokens `measure` will read, to estimate its time."""
-        lengths, *_ = plans(self.data, self.cfg)
+        lengths, *_ = self.usual
         of_variant = self.cfg.eval.sequences * sum(part.length for part in lengths.parts)
         return of_variant * len(self._variants())
 
@@ -157,11 +162,10 @@ class Evaluator:
 
         Raises the errors that `measure` would, except for lack of memory.
         """
-        measures = plans(self.data, self.cfg)
         with evaluating(self.net):
             for _, encodings in self._variants():
                 score = self._scorer(encodings, limit=1)
-                for plan in measures:
+                for plan in self.usual:
                     _run(plan, score)
 
     def measure(
@@ -179,7 +183,8 @@ class Evaluator:
         Raises ValueError: as `plans` does.
         """
         weights = Weights(run, step, self.cfg.train_len)
-        return self._measure(weights, plans(self.data, self.cfg, asked), self._variants(), existing)
+        measures = self.usual if asked is None else plans(self.data, self.cfg, asked)
+        return self._measure(weights, measures, self._variants(), existing)
 
     def measure_start(self, run: RunDir, base: Mapping[str, Any]) -> None:
         """Measure the weights of the model `base` before the first step, on the texts of `lengths`.

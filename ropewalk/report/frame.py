@@ -340,9 +340,10 @@ def in_words(name: str, options: Mapping[str, Any]) -> str:
 
 def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     """Return the results of the runs that are kept, with `section`, `group`, `reading` and `line`."""
-    rows = rows.join(runs[["section", "group", "label"]], on="path", how="inner")
+    rows = rows[rows.path.isin(runs.index)]
     if rows.empty:
         return pd.DataFrame(columns=RESULT_COLUMNS)
+    rows = rows.join(runs[["section", "group", "label"]], on="path")
     rows[PROVENANCE] = rows.reindex(columns=PROVENANCE).fillna("").astype(str)  # older files lack some
     # Results of earlier steps, measured during training or before a run was extended, are lines of their own.
     rows["last"] = rows.step == rows.groupby("path").step.transform("max")

@@ -243,6 +243,8 @@ def _over_learned(table: pd.DataFrame) -> pd.DataFrame:
     numbers.loc[counted.size() == 1, ["low", "high"]] = np.nan  # of one seed there is no range
     over_all = table.seed.isna()
     table.loc[over_all, "learned"] = table.cell.map(of_cells.sum())
+    words = table.learned.eq(table.seeds).map({True: "learned", False: "partly"}).mask(table.learned == 0, "never")
+    table["verdict"] = words.where(over_all)
     table[["low", "high"]] = np.nan
     for column in numbers:
         table.loc[over_all, column] = table.cell.map(numbers[column])
