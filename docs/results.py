@@ -7,7 +7,6 @@ python docs/results.py markov runs/markov    first gather the runs in these fold
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np

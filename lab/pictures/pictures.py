@@ -201,7 +201,7 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], shape:
         parts = [(BASE, Rotary(shape, layout=first.layout)), *parts]
 
     colours = iter(LINES)
-    handles: list[Line2D] = []
+    ends: list[tuple[float, Line2D]] = []
     for label, pe in parts:
         by_head = scores(pe, distances)
         others = [head for head in range(1, pe.n_head) if not torch.allclose(by_head[0], by_head[head], atol=1e-3)]
@@ -216,15 +216,15 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], shape:
             # What is lower weighs nothing, and leaves the axis.
             y = by_head[head].clamp(min=1.1 * LOWEST)
             width = 1.2 if label == BASE else 1.6
-            handles += ax.plot(distances, y, color=colour, linewidth=width, label=label or head_label)
+            (handle,) = ax.plot(distances, y, color=colour, linewidth=width, label=label or head_label)
+            ends.append((float(y[-1]), handle))
 
     ax.axvline(shape.train_len, color=LIGHT.muted, linewidth=0.8, linestyle=(0, (1, 2)))
     ax.set_ylim(LOWEST, 0.3)
     ax.set_xlim(0, length)
     ax.set_xlabel("distance in tokens; dotted: the training length", color=LIGHT.muted)
     titled(ax, name, "ln of a key's weight against the largest, by its distance")
-    # From top to bottom at the longest distance.
-    name_lines(ax, sorted(handles, key=lambda line: -float(line.get_ydata()[-1])))
+    name_lines(ax, [handle for _, handle in sorted(ends, key=lambda end: -end[0])])  # from top to bottom
 
 
 def attention_of(net: GPT, ids: Tensor) -> tuple[list[str], Tensor]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from model.position.network import Encodings, at_scale, exact_above, max_len_of,
 from ropewalk.evaluation.measures.base import Measure, Plan
 from ropewalk.evaluation.measures.far_copies import far_copies
 from ropewalk.evaluation.measures.lengths import by_position, length_settings, lengths, longest_settings
-from ropewalk.evaluation.results import Evaluation, Measured, Variant, load_all
+from ropewalk.evaluation.results import Evaluation, PartResult, Variant, load_all
 from ropewalk.evaluation.scoring import Scorer
 from ropewalk.run import processes
 from ropewalk.run.directory import RunDir, check_place
@@ -284,11 +285,11 @@ def _variant(pe: dict[str, Any], scale: float, encodings: Encodings, *, zero_sho
     return Variant(label=label, pe=pe, scale=scale, zero_shot=zero_shot)
 
 
-def _run(plan: Plan, score: Scorer) -> tuple[list[Measured], list[int]]:
+def _run(plan: Plan, score: Scorer) -> tuple[list[PartResult], list[int]]:
     """Return the results of a measure, and the lengths that are skipped because the encoding ends before them."""
     max_len = max_len_of(score.encodings or score.net.encodings) or math.inf  # None: they read any length
     skipped = {part.length for part in plan.parts if part.length > max_len}
-    measured: list[Measured] = []
+    measured: list[PartResult] = []
     for part in plan.parts:
         if part.length not in skipped:
             measured += part.run(score)

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -210,7 +210,7 @@ def _results(file: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
         "zero_shot": e.variant.zero_shot,
         "skipped": bool(e.skipped),
     }
-    return [of_file | row for row in e.rows()]
+    return [of_file | row for row in e.numbers()]
 
 
 def _on_equal_texts(results: pd.DataFrame, left_out: LeftOut) -> pd.DataFrame:

@@ -1,11 +1,11 @@
 """Figures of the long table by matplotlib: functions of a table and an Axes.
 
-    table = ropewalk.runs("runs")
-    ax = ropewalk.plot.gain(table)                              # a figure of its own
-    ropewalk.plot.gain(table, ax=axes[0], lines=["fox"])        # in yours; all other lines are grey
-    ropewalk.plot.errors(table)                                 # of a task, by length
-    ropewalk.plot.untitled(ax)                                  # for a paper, whose caption says it
-    ax.figure.savefig("gain.pdf")                               # or .svg, .png
+table = ropewalk.runs("runs")
+ax = ropewalk.plot.gain(table)                              # a figure of its own
+ropewalk.plot.gain(table, ax=axes[0], lines=["fox"])        # in yours; all other lines are grey
+ropewalk.plot.errors(table)                                 # of a task, by length
+ropewalk.plot.untitled(ax)                                  # for a paper, whose caption says it
+ax.figure.savefig("gain.pdf")                               # or .svg, .png
 """
 
 import io
@@ -317,7 +317,9 @@ def name_lines(ax: Axes, handles: Sequence[Line2D]) -> None:
 
 def titled(ax: Axes, title: str, note: str = "") -> None:
     """Write a title and a note under it, in lines that fit into the figure."""
-    characters = int(12 * ax.figure.get_size_inches()[0] * ax.get_position().width / 0.775)
+    # Axes side by side have a part of the figure each; one alone begins with 0.775 of it.
+    inches = ax.figure.bbox.width / ax.figure.dpi * ax.get_position().width / 0.775
+    characters = int(12 * inches)
     lines = [*textwrap.wrap(printable(title), characters), *textwrap.wrap(note, characters)]
     ax.set_title("\n".join(lines), loc="left", fontsize=WORDS, color=LIGHT.ink)
 

@@ -184,9 +184,10 @@ def _over_cells(table: pd.DataFrame, samples: pd.Series) -> pd.Series:
     of_cells = {}
     for cell, of_cell in samples.dropna().groupby(table.cell):
         of_cells[cell] = stacked(of_cell.tolist())
-    is_of_seed = table.seed.notna()
-    found = [sample if alone else of_cells.get(cell) for sample, alone, cell in zip(samples, is_of_seed, table.cell)]
-    return pd.Series(found, table.index, dtype=object)
+    found = samples.copy()
+    is_over_all = table.seed.isna()
+    found[is_over_all] = pd.Series([of_cells.get(cell) for cell in table.cell], table.index, dtype=object)
+    return found
 
 
 def _far(rows: pd.DataFrame, lines: pd.DataFrame) -> list[pd.DataFrame]:
@@ -322,7 +323,7 @@ def _minus(first: pd.Series, second: pd.Series) -> pd.Series:
 
 def _share(gained: Sample | None, possible: Sample | None) -> Estimate | None:
     """Return a gain as a share of the possible one, which has no meaning if that is not surely above 0."""
-    if possible is None or not statistics.estimate(possible).low > 0:
+    if gained is None or possible is None or not statistics.estimate(possible).low > 0:
         return None
     return statistics.share(gained, possible)
 
