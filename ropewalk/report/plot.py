@@ -309,7 +309,14 @@ def name_lines(ax: Axes, handles: Sequence[Line2D]) -> None:
     """Write the labels of lines right of the axes, from top to bottom."""
     names = [textwrap.fill(printable(str(handle.get_label())), NAME) for handle in handles]
     legend = ax.legend(
-        handles, names, loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=WORDS, labelcolor="linecolor"
+        handles,
+        names,
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+        fontsize=WORDS,
+        labelcolor="linecolor",
+        labelspacing=0.35,
     )
     for text in legend.get_texts():
         text.set_parse_math(False)  # a name may have a $
