@@ -58,7 +58,7 @@ def answer(table: pd.DataFrame) -> list[str]:
     best = rows[(rows.line == BEST_POSSIBLE) & (rows.length == first.length)]
     alike = table[(table.measure == "lengths") & (table.quantity == first.quantity) & (table.line != BEST_POSSIBLE)]
     others = sorted(set(alike.line) - set(last.line))
-    verdicts = by_length(measured[measured.line == first.line]) if len(last) == 1 else how_many(last)
+    verdicts = at_each_length(measured[measured.line == first.line]) if len(last) == 1 else how_many(last)
     sentences = [f"{which(last)}{reading_on(first)}.", verdicts, possible(first, best), how_sure(last, others)]
     return [sentence for sentence in sentences if sentence]
 
@@ -126,7 +126,7 @@ def how_many(last: pd.DataFrame) -> str:
     return f"Of {len(last)} lines {', '.join(parts)}{control}."
 
 
-def by_length(rows: pd.DataFrame) -> str:
+def at_each_length(rows: pd.DataFrame) -> str:
     """Say which verdict a line alone has at each length."""
     if rows.quantity.iloc[0] == "error":
         return f"{rows.learned.iloc[0]} of {rows.seeds.iloc[0]} seeds learned the task."
