@@ -87,10 +87,11 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     places = list(dict.fromkeys(map(Path, [folders] if isinstance(folders, str | Path) else folders)))
     archives = [place for place in places if place.name.endswith(archive.SUFFIX) and place.is_file()]
     directories = _find([place for place in places if place not in archives])
+    chosen = [path for path in directories if is_chosen(printable(path.name))]
     runs = [pd.DataFrame(columns=["path", *RUN_COLUMNS])]
     results = [pd.DataFrame(columns=RESULT_COLUMNS)]
     left_out: LeftOut = []
-    for path in [*filter(lambda path: is_chosen(printable(path.name)), directories), *archives]:
+    for path in [*chosen, *archives]:
         with _attempt(path, left_out):
             found, measured = archive.read(path) if path in archives else _read(path, left_out)
             found["key"] = found.config.map(_key)
@@ -171,7 +172,8 @@ def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:
         "config": config,
     }
     for cost, key in COSTS.items():
-        run[cost] = pd.to_numeric(config.get(key, math.nan), errors="coerce")
+        value = config.get(key)
+        run[cost] = float(value) if isinstance(value, int | float) else math.nan
     results: list[dict[str, Any]] = []
     evals = refuse_link(path / "evals")
     # Not `glob`, which finds nothing where this user may not read.

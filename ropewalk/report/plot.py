@@ -40,7 +40,7 @@ DODGE = 1.2  # points from line to line, so that equal values and their interval
 FLOOR = 0.01  # bits: an axis spans at least so much
 GREY, BEST, COLOURED, REFERENCE = 2, 3, 4, 5  # how far above the others lines are drawn
 POINT = ["line", "seed", "x", "y", "low", "high"]  # columns of what is drawn; the interval may be NaN
-NAME = 28  # characters of a name in a row of the legend
+NAME = 30  # characters of a name in a row of the legend
 TIMELESS: Any = {
     "svg": dict.fromkeys(["Date", "Creator", "Format", "Type"]),
     "pdf": {"CreationDate": None},

@@ -140,24 +140,26 @@ def _compared(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:
     table["seeds"] = [len(sample.values) for sample in samples]
     table["documents"] = [sample.units.size for sample in samples]
     table = _with(table, "value", _estimates(samples))
-    is_task = first.quantity == "error"
-    if is_task:
+    if first.quantity == "error":
         table = _over_learned(table)
-    sign = 1 if LOWER_IS_BETTER[first.quantity] else -1
-    table = _ranked(table, sign)
+    table = _against_others(_ranked(table))
+    return table[table.seed != EXACT].reindex(columns=COLUMNS)
+
+
+def _against_others(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table with which cells are `tied` with the best one; but for errors also with PAIRED and the verdict."""
     differences = {name: _over_cells(table, of_seeds) for name, of_seeds in _differences(table).items()}
     estimates = {name: _estimates(samples) for name, samples in differences.items()}
-    # What is better over the seeds that both have is not told apart from the best over all seeds.
-    table["tied"] = _tied(table, [e if e and sign * e.value >= 0 else None for e in estimates["behind"]])
-    if not is_task:
+    table["tied"] = _tied(table, estimates["behind"])
+    if table.quantity.iloc[0] == "error":
+        return table
+    if "gain" in estimates:
         estimates["share"] = list(map(_share, differences["gain"], differences["possible"]))
-        is_by_length = first.kind == "lengths"
-        for name in PAIRED:
-            if is_by_length or name not in ("gain", "lead"):
-                table = _with(table, name, estimates[name])
-        if is_by_length:
-            table["verdict"] = list(map(verdict, table.gain_low, table.gain_high, table.tolerance))
-    return table[table.seed != EXACT].reindex(columns=COLUMNS)
+    for name in PAIRED.keys() & estimates.keys():
+        table = _with(table, name, estimates[name])
+    if "gain" in estimates:
+        table["verdict"] = list(map(verdict, table.gain_low, table.gain_high, table.tolerance))
+    return table
 
 
 def _cells(rows: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:
@@ -252,14 +254,15 @@ def _over_learned(table: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def _ranked(table: pd.DataFrame, sign: int) -> pd.DataFrame:
-    """Return a table with the `rank` of each cell at its part and length, best first, and the `best` line there.
+def _sign(table: pd.DataFrame) -> int:
+    """Return 1 if less is better in the numbers of a table, -1 if more is."""
+    return 1 if LOWER_IS_BETTER[table.quantity.iloc[0]] else -1
 
-    Args:
-        sign: 1 if less is better, -1 if more is.
-    """
+
+def _ranked(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table with the `rank` of each cell at its part and length, best first, and the `best` line there."""
     # A network that diverged has NaN, which comes last; equal lines are by name.
-    badness = (sign * table.value).fillna(np.inf)
+    badness = (_sign(table) * table.value).fillna(np.inf)
     cells = table.assign(badness=badness)[table.seed.isna() & (table.line != BEST_POSSIBLE)]
     cells = cells.sort_values(["badness", "line"])
     places = cells.groupby(["part", "length"])
@@ -270,6 +273,9 @@ def _ranked(table: pd.DataFrame, sign: int) -> pd.DataFrame:
 
 def _tied(table: pd.DataFrame, behind: Sequence[Estimate | None]) -> pd.Series:
     """Return which cells are not told apart from the best of their part and length, with that one if there are any."""
+    # What is better over the seeds that both have is not told apart from the best over all seeds.
+    sign = _sign(table)
+    behind = [e if e and sign * e.value >= 0 else None for e in behind]
     # A network that diverged is not the best, however little is known of it.
     is_tied = pd.Series(np.nan, table.index, dtype=object)
     cells = table[table["rank"].notna()]
@@ -301,15 +307,19 @@ def _differences(table: pd.DataFrame) -> dict[str, pd.Series]:
     # A line is not compared with itself.
     reference = table.reference.mask(table.reference == table.line)
     optimum = pd.Series(BEST_POSSIBLE, table.index).mask(table.line == BEST_POSSIBLE)
-    gain = _minus(of(table.base, table.cut), own)
-    return {
-        "gain": gain,
-        "lead": _minus(of(table.reference, table.reference_len), own),
+    differences = {
         "difference": _minus(own, of(reference)),
         "behind": _minus(own, of(table.best)),
         "above": _minus(own, of(optimum)),
-        "possible": _minus(of(optimum, table.cut), of(optimum)).where(gain.notna(), None),
     }
+    if table.measure.iloc[0] == "lengths":
+        gain = _minus(of(table.base, table.cut), own)
+        differences |= {
+            "gain": gain,
+            "possible": _minus(of(optimum, table.cut), of(optimum)).where(gain.notna(), None),
+            "lead": _minus(of(table.reference, table.reference_len), own),
+        }
+    return differences
 
 
 def _minus(first: pd.Series, second: pd.Series) -> pd.Series:

@@ -162,12 +162,9 @@ def test_errors_of_a_task_are_the_medians_of_the_table_with_their_range(of_task)
         plot.errors(of_task, plot.new(), part="odd")
 
 
-def test_no_word_lies_upon_another_or_outside_of_the_figure(table):
+def test_no_word_lies_outside_of_the_figure(table):
     ax = plot.gain(table, plot.new(), lines=NAMED)
     ax.figure.draw_without_rendering()
-    words = [*ax.get_legend().get_texts(), *ax.get_xticklabels()]
-    boxes = [text.get_window_extent() for text in words]
-    assert not any(box.overlaps(other) for box, other in combinations(boxes, 2))
     whole = ax.figure.get_tightbbox()
     assert (whole.min >= 0).all()
     assert (whole.max <= plot.SIZE).all()
