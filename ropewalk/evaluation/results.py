@@ -35,9 +35,9 @@ class Variant(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
 
 # One number of one part of a measure at one length: what the part is, as in `PartResult`; its label as "part";
-# "quantity" ("loss", "error", "found", "gain" or "share") and "unit"; what the number is computed from, as "sample", and its
-# "value"; "optimum_sample" and "optimum" of the best possible predictor of the same texts, None and NaN where it is not
-# known; the number of "texts" and of "documents", and "grouping", the number of each text's document.
+# "quantity" ("loss", "error", "found", "gain" or "share") and "unit"; what the number is computed from, as "sample",
+# and its "value"; "optimum_sample" and "optimum" of the best possible predictor of the same texts, None and NaN where
+# it is not known; how many "texts" and "documents", and "grouping", the numbers of the texts' documents as bytes.
 Number = dict[str, Any]
 
 
