@@ -148,13 +148,13 @@ class Evaluator:
         }
 
     @cached_property
-    def usual(self) -> list[Plan]:
+    def planned(self) -> list[Plan]:
         """The measures that `cfg.eval` asks for."""
         return plans(self.data, self.cfg)
 
     def tokens(self) -> int:
         """About how many tokens `measure` will read, to estimate its time."""
-        lengths, *_ = self.usual
+        lengths, *_ = self.planned
         of_variant = self.cfg.eval.sequences * sum(part.length for part in lengths.parts)
         return of_variant * len(self._variants())
 
@@ -166,7 +166,7 @@ class Evaluator:
         with evaluating(self.net):
             for _, encodings in self._variants():
                 score = self._scorer(encodings, limit=1)
-                for plan in self.usual:
+                for plan in self.planned:
                     _run(plan, score)
 
     def measure(
@@ -184,7 +184,7 @@ class Evaluator:
         Raises ValueError: as `plans` does.
         """
         weights = Weights(run, step, self.cfg.train_len)
-        measures = self.usual if asked is None else plans(self.data, self.cfg, asked)
+        measures = self.planned if asked is None else plans(self.data, self.cfg, asked)
         return self._measure(weights, measures, self._variants(), existing)
 
     def measure_start(self, run: RunDir, base: Mapping[str, Any]) -> None:
@@ -196,7 +196,7 @@ class Evaluator:
         if base["pe"] != self.cfg.pe:
             encodings = self._encodings(base["pe"], base["train_len"])
             variants.insert(0, (_variant(base["pe"], scales_of(encodings)[0], encodings, zero_shot=True), encodings))
-        measures = plans(self.data, self.cfg, ["lengths"])
+        measures = [plan for plan in self.planned if plan.kind == "lengths"]
         self._measure(Weights(run, 0, base["train_len"]), measures, variants)
 
     def _measure(

@@ -118,7 +118,8 @@ def how_many(last: pd.DataFrame) -> str:
         lines = last.line[last.verdict == word]
         if len(lines):
             names = f" ({', '.join(lines)})" if len(lines) <= NAMED else ""
-            parts.append(f"{len(lines)} {of_one if len(lines) == 1 else of_several}{names}")
+            count = "all" if len(lines) == len(last) else len(lines)
+            parts.append(f"{count} {of_one if len(lines) == 1 else of_several}{names}")
     if not parts:
         return ""
     against = last.base[last.gain.notna()].str.startswith(START).map({True: BEFORE, False: "itself"}).unique()
