@@ -7,7 +7,6 @@ python docs/results.py markov runs/markov    first gather the runs in these fold
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import pandas as pd
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from conf.files import write_text  # noqa: E402
+from conf.files import write_bytes, write_text  # noqa: E402
 from data.tasks.markov import Markov  # noqa: E402
 from docs import effects  # noqa: E402
 from lab.board import board, counter  # noqa: E402
@@ -63,8 +62,8 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
             insert(place(name, root), name, full(by_length(results(runs)), costs(root)))
             # The best of these lines is not the best of all, so the table is made of them alone.
             first = results(runs._replace(results=runs.results[runs.results.line.isin(FIRST)]))
-            drawn = plot.svg(partial(plot.gain, first, lines=COLOURED), (8, 5))
-            write_text(root / PICTURE, plot.on_its_own(drawn))
+            picture = plot.written(plot.gain(first, plot.new(), lines=COLOURED), "svg")
+            write_bytes(root / PICTURE, picture)
             insert(root / "README.md", "board", headline(ROOT / "board"))
         else:
             lines = write_table(by_length(results(runs)))

@@ -32,7 +32,7 @@ from ropewalk.report import frame, page, table
 
 Format = Literal["html", "md", "csv", "svg", "png", "pdf", "parquet"]
 ENDS = "|".join(map(re.escape, get_args(Format)))
-TEXTS = {"md": page.markdown, "csv": page.csv}  # without out=, to the terminal
+TEXTS = {"md": page.markdown, "csv": page.csv, "html": page.html}
 
 
 class Arguments(Section):
@@ -52,32 +52,37 @@ def main(args: Arguments) -> None:
     if runs.runs.empty and not runs.left_out:
         asked = f" with a name as in only={args.only} exclude={args.exclude}" if args.only or args.exclude else ""
         raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
+    for path, reason in runs.left_out:
+        print(f"left out: {path}: {reason}", file=sys.stderr)
 
     # The format that the file's name asks for; a page by default.
     kind = args.format or Path(args.out or page.PAGE).suffix.removeprefix(".")
+    if args.out is None and kind in ("md", "csv"):
+        sys.stdout.write(printable(TEXTS[kind](runs, args.reference)))
+        return
     # In the first folder, as some of `folders` may be files of results; without one where the program runs.
     first_folder = next((Path(folder) for folder in folders if Path(folder).is_dir()), Path())
-    usual_name = Path(page.PAGE).with_suffix(f".{kind}")
-    out = Path(args.out or first_folder / usual_name)
-    for path, reason in runs.left_out:
-        print(f"left out: {path}: {reason}", file=sys.stderr)
-    if kind in TEXTS:
-        text = printable(TEXTS[kind](runs, args.reference))
-        if args.out is None:
-            sys.stdout.write(text)
-            return
-        write_text(out, text)
-    elif kind == "parquet":
-        archive.write(out, runs.runs, runs.results)
-    elif kind == "html":
-        write_text(out, page.html(runs, args.reference))
-    else:
-        from ropewalk.report import plot  # which takes long to import
-
-        long_table = table.results(runs, args.reference)
-        is_of_task = set(table.headline(long_table).quantity) == {"error"}
-        axes = (plot.errors if is_of_task else plot.gain)(long_table, plot.new())
-        write_bytes(out, plot.written(axes if args.title else plot.untitled(axes), kind))
-
+    out = Path(args.out or first_folder / Path(page.PAGE).with_suffix(f".{kind}"))
+    write(out, kind, runs, args)
     complete = sum(runs.runs.get("done", []))
     print(f"wrote {out}: {complete} complete runs, {len(runs.left_out)} left out")
+
+
+def write(out: Path, kind: str, runs: frame.Runs, args: Arguments) -> None:
+    """Write the runs in one of the formats."""
+    if kind == "parquet":
+        archive.write(out, runs.runs, runs.results)
+    elif kind in TEXTS:
+        write_text(out, printable(TEXTS[kind](runs, args.reference)))
+    else:
+        write_bytes(out, picture(kind, runs, args))
+
+
+def picture(kind: str, runs: frame.Runs, args: Arguments) -> bytes:
+    """Return the first figure of the page."""
+    from ropewalk.report import plot  # which takes long to import
+
+    rows = table.results(runs, args.reference)
+    is_of_task = set(table.headline(rows).quantity) == {"error"}
+    ax = (plot.errors if is_of_task else plot.gain)(rows, plot.new())
+    return plot.written(ax if args.title else plot.untitled(ax), kind)

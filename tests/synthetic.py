@@ -15,7 +15,7 @@ import yaml
 from conftest import pe_options
 
 from ropewalk.app.configure import train_values
-from ropewalk.evaluation.results import Evaluation, Measured, Variant
+from ropewalk.evaluation.results import Evaluation, PartResult, Variant
 
 LENGTHS = (128, 256, 512, 1024, 2048)
 TRAIN_LEN = 256
@@ -182,7 +182,7 @@ def texts_of(seed, noise, falls, rng):
         if errors is not None:
             lists["errors"] = errors
         in_files = {name: values.tolist() for name, values in lists.items()}
-        return Measured(length=length, documents=DOCUMENTS, **in_files, **part)
+        return PartResult(length=length, documents=DOCUMENTS, **in_files, **part)
 
     return make
 

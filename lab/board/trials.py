@@ -19,12 +19,12 @@ from ropewalk.app.configure import train_values
 from ropewalk.app.resolve import for_this_machine, resolve, resolve_encoding, with_variants
 from ropewalk.app.side_by_side import places_of, run_all
 from ropewalk.app.sweep import is_done
-from ropewalk.evaluation.measures.lengths import length_settings
-from ropewalk.evaluation.results import Row, load_all
+from ropewalk.evaluation.objective import own_losses
+from ropewalk.evaluation.results import Number
 from ropewalk.run.directory import FREE, RunDir
 
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
-Losses = dict[int, Row]  # of one run, by length in tokens
+Losses = dict[int, Number]  # of one run, by length in tokens
 
 
 def configuration(*overrides: str, **sections: Any) -> Config:
@@ -87,20 +87,6 @@ def train_all(configs: Sequence[Config]) -> list[str]:
 
 
 def losses(run: Config) -> Losses:
-    """Return the losses of the encoding that a run of `run_of` measured, at train_len and at the longest length.
-
-    A scaled encoding reads the training length as it was trained, and longer texts at its largest scale. A length that
-    the encoding is not defined for is left out.
-    """
-    final = [
-        e
-        for e in load_all(RunDir(run).path)
-        if (e.kind, e.step, e.variant.pe) == ("lengths", run.trainer.max_steps, run.pe)
-        and length_settings(run).items() <= e.eval.items()
-    ]
-    rows: Losses = {}
-    # Of several rows of a length the last one stays: that at the largest scale.
-    for e in sorted(final, key=lambda e: e.variant.scale):
-        lengths = [max(run.lengths)] if e.variant.zero_shot else [run.train_len, max(run.lengths)]
-        rows |= {m.length: e.rows_of(m)[0] for m in e.measured if m.length in lengths}
-    return rows
+    """Return the losses of the encoding of a run of `run_of`, see `own_losses`, at train_len and the longest length."""
+    found = own_losses(RunDir(run))
+    return {length: found[length]["text"] for length in (run.train_len, max(run.lengths)) if length in found}

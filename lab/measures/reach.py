@@ -22,7 +22,7 @@ from lab.pictures.attention_weights import attended
 from model.gpt import GPT
 from model.position.network import Encodings
 from ropewalk.evaluation.measures.base import Measure, Part, Plan
-from ropewalk.evaluation.results import Measured
+from ropewalk.evaluation.results import PartResult
 from ropewalk.evaluation.scoring import Scorer
 
 BATCH_TOKENS = 4096  # read at once, about: activations are kept for the gradient
@@ -48,7 +48,7 @@ class Reach(Measure):
         return Plan("reach", settings, [Part(length, partial(_run, texts, distances))])
 
 
-def _run(texts: EvalSet, distances: Sequence[int], score: Scorer) -> list[Measured]:
+def _run(texts: EvalSet, distances: Sequence[int], score: Scorer) -> list[PartResult]:
     sums = score(texts)
     n = len(sums.nats)
     size = max(1, BATCH_TOKENS // texts.length)

@@ -19,7 +19,7 @@ from conf.schema import Config
 from data.base import IGNORE_INDEX, Data, EvalSet
 from lab.measures.ruler_questions import TASKS, essay_lines, question
 from ropewalk.evaluation.measures.base import Measure, Part, Plan
-from ropewalk.evaluation.results import Measured
+from ropewalk.evaluation.results import PartResult
 from ropewalk.evaluation.scoring import Scorer
 
 
@@ -56,7 +56,7 @@ class Ruler(Measure):
         return Plan("ruler", settings, parts)
 
 
-def _run(texts: Callable[..., EvalSet], task: str, length: int, depth: float | None, score: Scorer) -> list[Measured]:
+def _run(texts: Callable[..., EvalSet], task: str, length: int, depth: float | None, score: Scorer) -> list[PartResult]:
     # In the twin the same answer is wrong: its probability there is what chance and the wording give.
     asked, twins = (score(texts(task, length, depth or 0.0, twin)) for twin in (False, True))
     return [asked.measured(length, baseline=twins.nats, task=task, depth=depth)]

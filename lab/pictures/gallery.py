@@ -19,9 +19,9 @@ from ropewalk.report import plot
 
 Draw = Callable[[Axes], None]
 PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>Encodings</title><style>:root{color-scheme:light dark}body{font:1rem/1.45 system-ui,sans-serif;max-width:84rem;
+<title>Encodings</title><style>body{font:1rem/1.45 system-ui,sans-serif;max-width:84rem;
 margin:auto;padding:1rem}h1{font-size:1.6rem}
-svg{width:420px;max-width:100%;margin:4px;border:1px solid #8884;border-radius:6px;vertical-align:top}</style>
+svg{width:420px;max-width:100%;height:auto;margin:4px;border:1px solid #8884}</style>
 <h1>What encodings do</h1>
 <p>Scores: the natural log of a key's weight against the largest, for equal queries and keys, by distance.
 Learned parameters are set by hand, to show what can be learned; only the attention of a run is measured.</p>
@@ -50,13 +50,10 @@ def write(args: Arguments) -> None:
     out.mkdir(parents=True, exist_ok=True)
     pictures_of_page = []
     for name, draw in drawn.items():
-        picture = plot.on_its_own(plot.svg(draw, pictures.SIZE))
-        pictures_of_page.append(picture)
-        if "svg" in args.formats:
-            write_text(out / f"{name}.svg", picture)
-        for kind in {"png", "pdf"}.intersection(args.formats):
-            ax = plot.new(pictures.SIZE)
-            draw(ax)
+        ax = plot.new(pictures.SIZE)
+        draw(ax)
+        pictures_of_page.append(plot.svg(ax))
+        for kind in {"svg", "png", "pdf"}.intersection(args.formats):
             write_bytes(out / f"{name}.{kind}", plot.written(ax, kind))
     if "html" in args.formats:
         write_text(out / "index.html", PAGE + "\n".join(pictures_of_page))

@@ -7,10 +7,8 @@ read.
 """
 
 import json
-from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -86,8 +84,8 @@ def write(path: Path, runs: pd.DataFrame, results: pd.DataFrame) -> None:
     write_bytes(path, file.getvalue())
 
 
-def read(path: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return each row as a run and a result, as they were given to `write`.
+def read(path: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return the rows of the runs and of their results, as they were given to `write`.
 
     The path of a run is that of the file and the run's name.
 
@@ -97,24 +95,20 @@ def read(path: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         file = parquet.ParquetFile(refuse_link(path), page_checksum_verification=True)
         if not file.schema_arrow.equals(SCHEMA):
             raise ValueError("it has other columns than results have")
-        rows = file.read().to_pylist()
+        rows = file.read().to_pandas()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    return [_parted(path, row) for row in rows]
-
-
-def _parted(path: Path, row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a row of a file as a run and a result."""
-    sums = [row.pop(name) for name in SUMS]
-    row["path"] = f"{path}/{row['run_name']}"
-    row["sample"], row["optimum_sample"] = _sample(*sums[:2]), None if sums[2] is None else _sample(sums[2], sums[1])
-    run = {"path": row["path"], "seed": row["seed"], "done": True}
-    for name in [name for name in row if name.startswith("run_")]:
-        run[name.removeprefix("run_")] = row.pop(name)
-    run["config"] = json.loads(run["config"])
-    if min(row["length"], row["train_len"], run["train_len"]) < 1:
+    if (rows[["length", "train_len", "run_train_len"]] < 1).any(axis=None):
         raise ValueError("a length is no number of tokens")
-    return run, row
+    rows["path"] = f"{path}/" + rows.run_name
+    rows["sample"] = list(map(_sample, rows["values"], rows.units))
+    rows["optimum_sample"] = [
+        None if values is None else _sample(values, units)
+        for values, units in zip(rows.optimum_values, rows.units, strict=True)
+    ]
+    runs = rows.drop_duplicates("path")[["path", *OF_RUN]].rename(columns=lambda name: name.removeprefix("run_"))
+    runs = runs.assign(done=True, config=runs.config.map(json.loads))
+    return runs, rows[["path", "seed", *OF_RESULT, "sample", "optimum_sample"]]
 
 
 def _rounded(sums: np.ndarray) -> list[int | None]:
@@ -125,9 +119,9 @@ def _rounded(sums: np.ndarray) -> list[int | None]:
     return [int(number) if np.isfinite(exact) else None for number, exact in zip(rounded, sums, strict=True)]
 
 
-def _sample(values: Sequence[int | None], units: Sequence[int]) -> Sample:
+def _sample(values: np.ndarray, units: np.ndarray) -> Sample:
     """Return the sums of each text in a file as a sample of one seed. Raises ValueError: they make none."""
-    sample = Sample(np.array([values], dtype=float) / STEPS, np.array(units, dtype=float))
+    sample = Sample(values[None].astype(float) / STEPS, units.astype(float))
     if sample.units.shape != (len(values),) or not sample.units.sum() > 0:
         raise ValueError("a sample needs a value and a unit for each text, and units above 0")
     return sample

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from model.position.network import Encodings, at_scale, exact_above, max_len_of,
 from ropewalk.evaluation.measures.base import Measure, Plan
 from ropewalk.evaluation.measures.far_copies import far_copies
 from ropewalk.evaluation.measures.lengths import by_position, length_settings, lengths, longest_settings
-from ropewalk.evaluation.results import Evaluation, Measured, Variant, load_all
+from ropewalk.evaluation.results import Evaluation, PartResult, Variant, load_all
 from ropewalk.evaluation.scoring import Scorer
 from ropewalk.run import processes
 from ropewalk.run.directory import RunDir, check_place
@@ -146,9 +147,14 @@ class Evaluator:
             "length": part.length,
         }
 
+    @cached_property
+    def planned(self) -> list[Plan]:
+        """The measures that `cfg.eval` asks for."""
+        return plans(self.data, self.cfg)
+
     def tokens(self) -> int:
         """About how many tokens `measure` will read, to estimate its time."""
-        lengths, *_ = plans(self.data, self.cfg)
+        lengths, *_ = self.planned
         of_variant = self.cfg.eval.sequences * sum(part.length for part in lengths.parts)
         return of_variant * len(self._variants())
 
@@ -157,11 +163,10 @@ class Evaluator:
 
         Raises the errors that `measure` would, except for lack of memory.
         """
-        measures = plans(self.data, self.cfg)
         with evaluating(self.net):
             for _, encodings in self._variants():
                 score = self._scorer(encodings, limit=1)
-                for plan in measures:
+                for plan in self.planned:
                     _run(plan, score)
 
     def measure(
@@ -179,7 +184,8 @@ class Evaluator:
         Raises ValueError: as `plans` does.
         """
         weights = Weights(run, step, self.cfg.train_len)
-        return self._measure(weights, plans(self.data, self.cfg, asked), self._variants(), existing)
+        measures = self.planned if asked is None else plans(self.data, self.cfg, asked)
+        return self._measure(weights, measures, self._variants(), existing)
 
     def measure_start(self, run: RunDir, base: Mapping[str, Any]) -> None:
         """Measure the weights of the model `base` before the first step, on the texts of `lengths`.
@@ -190,7 +196,7 @@ class Evaluator:
         if base["pe"] != self.cfg.pe:
             encodings = self._encodings(base["pe"], base["train_len"])
             variants.insert(0, (_variant(base["pe"], scales_of(encodings)[0], encodings, zero_shot=True), encodings))
-        measures = plans(self.data, self.cfg, ["lengths"])
+        measures = [plan for plan in self.planned if plan.kind == "lengths"]
         self._measure(Weights(run, 0, base["train_len"]), measures, variants)
 
     def _measure(
@@ -279,11 +285,11 @@ def _variant(pe: dict[str, Any], scale: float, encodings: Encodings, *, zero_sho
     return Variant(label=label, pe=pe, scale=scale, zero_shot=zero_shot)
 
 
-def _run(plan: Plan, score: Scorer) -> tuple[list[Measured], list[int]]:
+def _run(plan: Plan, score: Scorer) -> tuple[list[PartResult], list[int]]:
     """Return the results of a measure, and the lengths that are skipped because the encoding ends before them."""
     max_len = max_len_of(score.encodings or score.net.encodings) or math.inf  # None: they read any length
     skipped = {part.length for part in plan.parts if part.length > max_len}
-    measured: list[Measured] = []
+    measured: list[PartResult] = []
     for part in plan.parts:
         if part.length not in skipped:
             measured += part.run(score)

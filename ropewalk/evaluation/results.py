@@ -34,14 +34,14 @@ class Variant(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     zero_shot: bool  # read by another encoding or at another scale than it was trained with
 
 
-# One number of one part of a measure at one length: what the part is, as in `Measured`; its label as "part"; "quantity"
-# ("loss", "error", "found", "gain" or "share") and "unit"; what the number is computed from, as "sample", and its
-# "value"; "optimum_sample" and "optimum" of the best possible predictor of the same texts, None and NaN where it is not
-# known; the number of "texts" and of "documents", and "grouping", the number of each text's document.
-Row = dict[str, Any]
+# One number of one part of a measure at one length: what the part is, as in `PartResult`; its label as "part";
+# "quantity" ("loss", "error", "found", "gain" or "share") and "unit"; what the number is computed from, as "sample",
+# and its "value"; "optimum_sample" and "optimum" of the best possible predictor of the same texts, None and NaN where
+# it is not known; how many "texts" and "documents", and "grouping", the numbers of the texts' documents as bytes.
+Number = dict[str, Any]
 
 
-class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
+class PartResult(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     """Sums over the scored tokens, one entry for each text: all lists are equally long, in the order of the texts."""
 
     # "text", the task of the data, or a task of RULER.
@@ -91,7 +91,7 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
         """Return `values` and `units`, one for each text, as a sample of documents."""
         return by_document(Sample(np.array([values]), np.array(units)), self.documents)
 
-    def row(self, quantity: str, unit: str, sample: Sample, optimum: Sample | None = None) -> Row:
+    def number(self, quantity: str, unit: str, sample: Sample, optimum: Sample | None = None) -> Number:
         """Return the mean of a sample of this part as a row.
 
         Args:
@@ -118,7 +118,7 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
             "optimum": math.nan if optimum is None else optimum.values.sum() / optimum.units.sum(),
             "texts": len(self.nats),
             "documents": sample.units.size,
-            "grouping": grouping(self.documents, len(self.nats)),
+            "grouping": grouping(self.documents, len(self.nats)).tobytes(),
         }
 
 
@@ -144,7 +144,7 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     provenance: dict[str, str | bool | None]
     # Lengths that the encoding is not defined for.
     skipped: list[int] = []
-    measured: list[Measured]
+    measured: list[PartResult]
     # A hash of all the rest, in files alone; older versions wrote none.
     checksum: str = ""
 
@@ -181,28 +181,28 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
             raise ValueError(f"{path} is damaged: its numbers are not those that were written; {remedy}")
         return evaluation.model_copy(update={"checksum": ""})
 
-    def rows(self) -> list[Row]:
+    def numbers(self) -> list[Number]:
         """Return every number that was measured. For RULER the means over its tasks come first."""
         scored = [measured for measured in self.measured if any(measured.tokens)]  # the others have no mean
-        rows = [row for measured in scored for row in self.rows_of(measured)]
+        rows = [row for measured in scored for row in self.numbers_of(measured)]
         if self.kind == "ruler":
             return [*_means_over_tasks(rows), *rows]
         return rows
 
-    def rows_of(self, m: Measured) -> list[Row]:
+    def numbers_of(self, m: PartResult) -> list[Number]:
         """Return the numbers of one part, the main one first."""
         once = np.ones(len(m.nats))  # each text counts once
         if m.reach is not None and m.span is not None:
             # The distance takes the place of the length.
             at_distance = m.model_copy(update={"length": m.span[0], "span": None})
-            return [at_distance.row("share", "percent", m.sample(m.reach, once))]
+            return [at_distance.number("share", "percent", m.sample(m.reach, once))]
         if self.task:
             wrong = 100.0 * np.array(m.errors)
-            return [m.row("error", "error in percent", m.sample(wrong, m.tokens))]
+            return [m.number("error", "error in percent", m.sample(wrong, m.tokens))]
         if self.kind == "ruler":
             # An answer is found if every token of it is the most probable one.
             found = 100.0 * np.equal(m.errors, 0)
-            rows = [m.row("found", "answers found in percent", m.sample(found, once))]
+            rows = [m.number("found", "answers found in percent", m.sample(found, once))]
             unit, units = "bits per answer", once  # of the gain below: its name, and how many of it each text has
         else:
             # One unit for the whole file: a part may happen to have no token with bytes.
@@ -211,15 +211,15 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
             units = np.array(m.bytes if any(m.bytes) else m.tokens)
             loss = m.sample(np.array(m.nats) / math.log(2), units)
             optimum = None if m.optimum_nats is None else m.sample(np.array(m.optimum_nats) / math.log(2), units)
-            rows = [m.row("loss", unit, loss, optimum)]
+            rows = [m.number("loss", unit, loss, optimum)]
         # With a baseline there is also the gain over it.
         if m.baseline_nats is not None:
             gain = np.subtract(m.baseline_nats, m.nats) / math.log(2)
-            rows.append(m.row("gain", unit, m.sample(gain, units)))
+            rows.append(m.number("gain", unit, m.sample(gain, units)))
         return rows
 
 
-def _means_over_tasks(rows: Sequence[Row]) -> Iterator[Row]:
+def _means_over_tasks(rows: Sequence[Number]) -> Iterator[Number]:
     """Yield the mean over RULER's tasks for each length and quantity, text by text.
 
     The depths of a task are averaged first, so that every task counts the same.

@@ -14,7 +14,7 @@ from data.base import IGNORE_INDEX, EvalSet
 from model.gpt import GPT
 from model.layout import Packing
 from model.position.network import Encodings
-from ropewalk.evaluation.results import Measured
+from ropewalk.evaluation.results import PartResult
 from ropewalk.run import processes
 from ropewalk.training import distributed
 
@@ -75,7 +75,7 @@ class Sums(NamedTuple):
     def measured(
         self, length: int, group: int = 0, *, baseline: np.ndarray | None = None, optimum: np.ndarray | None = None,
         texts: EvalSet | None = None, **part: Any,
-    ) -> Measured:  # fmt: skip
+    ) -> PartResult:  # fmt: skip
         """Return one group as an entry of a results file.
 
         Args:
@@ -83,7 +83,7 @@ class Sums(NamedTuple):
             baseline: nats [n, G] of the same tokens, to compare with.
             optimum: nats [n, G] of the best possible predictor of the same tokens, if it is known.
             texts: what was scored; its documents are kept.
-            part: the fields of `Measured` that name the part of the measure.
+            part: the fields of `PartResult` that name the part of the measure.
         """
         arrays = self._asdict() | {"baseline_nats": baseline, "optimum_nats": optimum}
         lists: dict[str, Any] = {}
@@ -92,7 +92,7 @@ class Sums(NamedTuple):
                 lists[name] = values[:, group].round(5).tolist()
         if texts is not None and texts.documents is not None:
             lists["documents"] = list(texts.documents[: len(self.nats)])
-        return Measured(length=length, **lists, **part)
+        return PartResult(length=length, **lists, **part)
 
 
 @dataclass

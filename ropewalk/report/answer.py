@@ -5,36 +5,37 @@ It is about each line at the longest text, of a task in the difficulty that is w
 1. Which line has the lowest loss, or the fewest errors. It is "best" only if all others are told apart from it and
    have another number in the tables; otherwise those that are not are named. If all have the same number, nobody has
    the lowest.
-2. How many lines have each word, or that all have it; a word of at most three lines that not all have has their names.
+2. How many lines have each verdict; of at most three with their names. A line alone has one for each length.
 3. What the best possible predictor gains, and the share of the first line. Only if both gain.
 4. What the intervals cover, and which lines are not in the comparison.
 
-The word of a text is that of its gain: how much lower the loss is than on the text cut to the training length. The gain
-has a 95 % interval, and the run a tolerance t, `eval.tolerance`. The first rule that holds:
+The verdict of a text is that of its gain: how much lower the loss is than on the text cut to the training length. The
+gain has a 95 % interval, and the run a tolerance t, `eval.tolerance`. The first rule that holds:
 
     level      the whole interval lies within -t and t
     better     the whole interval is above 0, at the three digits shown: only then a line "gains"
     worse      the whole interval is below 0, at the three digits shown
     undecided  none of these
 
-The word of a task is how many of a line's seeds learned it. Nothing else is said: other tests of the same differences,
-such as a length that is "safe", could contradict the words.
+The verdict of a task is how many of a line's seeds learned it. Nothing else is said: other tests of the same
+differences, such as a length that is "safe", could contradict it.
 """
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from ropewalk.report.frame import AFTER, START
 from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, headline, interval, over_seeds, worst_part
 
-WORDS = {  # of several lines, and of one
-    "better": ("gain", "gains"),
-    "level": ("are level", "is level"),
-    "worse": ("are worse", "is worse"),
-    "undecided": ("are undecided", "is undecided"),
+VERDICTS = {  # of one line, and of several
+    "better": ("gains", "gain"),
+    "level": ("is level", "are level"),
+    "worse": ("is worse", "are worse"),
+    "undecided": ("is undecided", "are undecided"),
     "learned": ("learned the task with every seed", "learned the task with every seed"),
     "partly": ("learned it with some seeds", "learned it with some seeds"),
     "never": ("learned it with no seed", "learned it with no seed"),
@@ -47,57 +48,46 @@ def answer(table: pd.DataFrame) -> list[str]:
     """Return the answer of one section of a table, as plain text."""
     table = over_seeds(table)
     rows = headline(table)
-    measured = rows[(rows.line != BEST_POSSIBLE) & rows.value.map(math.isfinite)]
+    measured = rows[(rows.line != BEST_POSSIBLE) & np.isfinite(rows.value)]
     if measured.empty:
         return [] if rows.empty else ["No line has a finite loss."]
     # The longest text that a line of the final weights was measured at: where all lines end, or some fail.
-    longest = measured.length.max()
-    last = measured[measured.length == longest]
+    last = measured[measured.length == measured.length.max()]
     last = last[last.part == worst_part(last)].sort_values("rank", kind="stable")
     first = last.iloc[0]
-    others = sorted(set(lines_of(table, first.quantity)) - set(last.line))
-    if first.quantity == "error":
-        words = last.learned.ge(last.seeds).map({True: "learned", False: "partly"}).mask(last.learned == 0, "never")
-        sentences = [f"{which(last)}.", how_many(last, words)]
-    else:
-        sentences = [f"{which(last)}{reading_on(first)}."]
-        if first.length > first.cut:
-            alone = len(last) == 1
-            sentences.append(how_far(rows[rows.line == first.line]) if alone else how_many(last, last.verdict))
-            sentences.append(possible(first, rows[(rows.length == longest) & (rows.line == BEST_POSSIBLE)]))
-    sentences.append(how_sure(last) + how_complete(others))
+    best = rows[(rows.line == BEST_POSSIBLE) & (rows.length == first.length)]
+    alike = table[(table.measure == "lengths") & (table.quantity == first.quantity) & (table.line != BEST_POSSIBLE)]
+    others = sorted(set(alike.line) - set(last.line))
+    verdicts = at_each_length(measured[measured.line == first.line]) if len(last) == 1 else how_many(last)
+    sentences = [f"{which(last)}{reading_on(first)}.", verdicts, possible(first, best), how_sure(last, others)]
     return [sentence for sentence in sentences if sentence]
-
-
-def lines_of(table: pd.DataFrame, quantity: str) -> list[str]:
-    """Return all lines with a loss, or with errors, by length."""
-    rows = table[(table.measure == "lengths") & (table.quantity == quantity) & (table.line != BEST_POSSIBLE)]
-    return rows.line.unique().tolist()
 
 
 def which(last: pd.DataFrame) -> str:
     """Say which line is best at the longest text, or which ones are not told apart."""
     first = last.iloc[0]
-    where = f"At {first.length:,} tokens{times(first)}"
-    unit, what = f" {first.unit}", "the lowest loss"
+    where = f"At {first.length:,} tokens" + ("" if first.times == 1 else f" ({first.times:g}x)")
+    unit, what = first.unit, "the lowest loss"
     if first.quantity == "error":
         where += f", in {first.part}, the difficulty that is worst there,"
-        unit, what = " % errors", "the fewest errors"
+        unit, what = "% errors", "the fewest errors"
     shown = last.value.map(lambda value: amount(value, digits=digits(first)))
     is_equal = shown == shown.iloc[0]
     rivals = last.line[(last.tied.eq(True) | is_equal) & (last.line != first.line)].tolist()
     if len(last) == 1:
-        return f"{where} {first.line} has {number(first)}{unit}"
+        return f"{where} {first.line} has {number(first)} {unit}"
     if is_equal.all():
-        return f"{where} all {len(last)} lines have {shown.iloc[0]}{unit}: none is best"
+        return f"{where} all {len(last)} lines have {shown.iloc[0]} {unit}: none is best"
     if not rivals:
-        return f"{where} {first.line} is best, {number(first)}{unit}"
+        return f"{where} {first.line} is best, {number(first)} {unit}"
     close = f"the difference to {listed(rivals)} is not significant"
-    return f"{where} {first.line} has {what}, {number(first)}{unit}, but {close}"
+    return f"{where} {first.line} has {what}, {number(first)} {unit}, but {close}"
 
 
 def reading_on(first: pd.Series) -> str:
     """Say what the longest text is worth to a line."""
+    if first.quantity == "error":
+        return ""
     if not first.length > first.cut:
         return "; longer texts than in training were not measured"
     if pd.isna(first.gain):
@@ -119,43 +109,33 @@ def reading_on(first: pd.Series) -> str:
     return sentence
 
 
-def how_many(last: pd.DataFrame, words: pd.Series) -> str:
-    """Say how many lines have each word."""
-    if len(last) == 1 and last.quantity.iloc[0] == "error":
-        return f"{last.learned.iloc[0]} of {last.seeds.iloc[0]} seeds learned the task."
+def how_many(last: pd.DataFrame) -> str:
+    """Say how many lines have each verdict."""
+    if (last.length <= last.cut).all() and last.quantity.iloc[0] != "error":
+        return ""
     parts = []
-    for word, (of_several, of_one) in WORDS.items():
-        lines = last.line[words == word].tolist()
-        if len(lines) == len(last):
-            parts.append(f"{'both' if len(last) == 2 else 'all'} {of_several}")
-        elif lines:
+    for word, (of_one, of_several) in VERDICTS.items():
+        lines = last.line[last.verdict == word]
+        if len(lines):
             names = f" ({', '.join(lines)})" if len(lines) <= NAMED else ""
-            parts.append(f"{len(lines)} {of_one if len(lines) == 1 else of_several}{names}")
+            count = "all" if len(lines) == len(last) else len(lines)
+            parts.append(f"{count} {of_one if len(lines) == 1 else of_several}{names}")
     if not parts:
         return ""
-    sentence = f"Of {len(last)} lines {', '.join(parts)}"
-    if last.quantity.iloc[0] == "error":
-        return f"{sentence}."
-    is_start = last.base.str.startswith(START).eq(True)
-    against = " or ".join(is_start.map({True: BEFORE, False: "itself"}).unique())
-    return f"{sentence}, each against {against} on the cut text."
+    against = last.base[last.gain.notna()].str.startswith(START).map({True: BEFORE, False: "itself"}).unique()
+    control = f", each against {' or '.join(against)} on the cut text" if len(against) else ""
+    return f"Of {len(last)} lines {', '.join(parts)}{control}."
 
 
-def how_far(rows: pd.DataFrame) -> str:
-    """Say up to which length one line was level or better at every length."""
+def at_each_length(rows: pd.DataFrame) -> str:
+    """Say which verdict a line alone has at each length."""
+    if rows.quantity.iloc[0] == "error":
+        return f"{rows.learned.iloc[0]} of {rows.seeds.iloc[0]} seeds learned the task."
     longer = rows[(rows.length > rows.cut) & rows.gain.notna()].sort_values("length")
-    if longer.empty:
-        return ""
-    cut = longer.cut.iloc[0]
-    held = longer[longer.verdict.isin(["better", "level"]).cummin()]
-    if len(held) == len(longer):
-        each = "each of" if len(longer) > 1 else "the"
-        return f"It is level or better at {each} {counted(len(longer), 'length')} beyond {cut:,.0f} tokens."
-    first = longer.iloc[len(held)]
-    found = f"{first.verdict} ({number(first, 'gain')})"
-    if held.empty:
-        return f"Already at {first.length:,} tokens, the first length beyond {cut:,.0f}, it is {found}."
-    return f"It is level or better up to {held.length.max():,} tokens; at {first.length:,} it is {found}."
+    words = []
+    for verdict, of_verdict in longer.groupby("verdict", sort=False):
+        words.append(f"{verdict} at {', '.join(map('{:,}'.format, of_verdict.length))}")
+    return f"It is {'; '.join(words)} tokens." if words else ""
 
 
 def possible(first: pd.Series, best: pd.DataFrame) -> str:
@@ -168,39 +148,30 @@ def possible(first: pd.Series, best: pd.DataFrame) -> str:
     )
 
 
-def how_sure(last: pd.DataFrame) -> str:
-    """Say what the intervals cover."""
+def how_sure(last: pd.DataFrame, others: Sequence[str]) -> str:
+    """Say what the intervals cover, and which lines are not among the last ones."""
     first = last.iloc[0]
     texts = counted(first.texts, "text")
     if first.documents < first.texts:
         texts += f" of {counted(first.documents, 'document')}"
     seeds = " to ".join(dict.fromkeys(map(str, (last.seeds.min(), last.seeds.max()))))
+    sentence = f"± is the 95 % interval over {seeds} training seeds and {texts}"
     if first.quantity == "error":
-        return (
+        sentence = (
             f"A seed learned the task with at most {LEARNED:g} % errors at the training length; numbers are medians of"
             f" those that did, or of all if none did, with the range of several, over {texts}"
         )
-    if last.seeds.max() == 1:
-        return f"± is the 95 % interval over {texts} of one training seed: another training may differ by more"
-    return f"± is the 95 % interval over {seeds} training seeds and {texts}"
-
-
-def how_complete(others: Sequence[str]) -> str:
-    """Say which lines are not among the last ones."""
-    if not others:
-        return "."
-    return f"; with other settings, shorter texts or no finite loss, and so not compared: {listed(others)}."
+    elif last.seeds.max() == 1:
+        sentence = f"± is the 95 % interval over {texts} of one training seed: another training may differ by more"
+    if others:
+        sentence += f"; with other settings, shorter texts or no finite loss, and so not compared: {listed(others)}"
+    return f"{sentence}."
 
 
 def far_text(table: pd.DataFrame) -> pd.DataFrame:
     """Return the rows over all seeds of what text from beyond the training length is worth, all such parts as one."""
     rows = over_seeds(table)
     return rows[(rows.part == FAR) & rows.quantity.isin(["gain", "found"])]
-
-
-def times(row: pd.Series) -> str:
-    """Return a length as a multiple of the training length, as in " (8x)"; nothing for 1x."""
-    return "" if row.times == 1 else f" ({row.times:g}x)"
 
 
 def digits(row: Any) -> int:

@@ -4,10 +4,8 @@ import json
 import math
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
@@ -32,7 +30,12 @@ IGNORED = (
     "trainer.accelerator", "trainer.compile", "trainer.kernels", "training.",
 )  # fmt: skip
 PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
-COSTS = ["parameters", "tokens_per_s", "peak_memory_mb"]  # of training.json; NaN where that has none
+# What training.json records of a run; NaN where it has none.
+COSTS = {
+    "parameters": "training.parameters.total",
+    "tokens_per_s": "training.tokens_per_s",
+    "peak_memory_mb": "training.peak_memory_mb",
+}
 RUN_COLUMNS = [
     "name", "seed", "encoding", "data", "train_len", "section", "group", "label", "settings", "done", "identity",
     "config", *COSTS,
@@ -43,6 +46,7 @@ RESULT_COLUMNS = [
     "documents", "step", "reading", "variant", "encoding", "pe", "scale", "own_pe", "zero_shot", "skipped", "eval",
     *PROVENANCE, "sample", "optimum_sample",
 ]  # fmt: skip
+LeftOut = list[tuple[str, str]]  # paths, and the reason of each
 
 
 class Runs(NamedTuple):
@@ -62,63 +66,7 @@ class Runs(NamedTuple):
     # predictor.
     results: pd.DataFrame
     # The path of each run that is broken, unfinished or there twice, and the reason.
-    left_out: list[tuple[str, str]]
-
-
-@dataclass
-class _Read:
-    """What lies in some folders, before runs are grouped."""
-
-    runs: list[dict[str, Any]] = field(default_factory=list)
-    results: list[dict[str, Any]] = field(default_factory=list)  # RESULT_COLUMNS but for section, group, line, reading
-    left_out: list[tuple[str, str]] = field(default_factory=list)
-    texts: dict[Any, np.ndarray] = field(default_factory=dict)
-
-    @contextmanager
-    def attempt(self, path: Path) -> Iterator[None]:
-        """Note an error instead of raising it."""
-        # One damaged run, whatever is wrong with it, must not prevent a report on the others.
-        try:
-            yield
-        except Exception as error:
-            reason = f"broken: {error}".splitlines()[0]
-            self.left_out.append((printable(path), printable(reason)))
-
-    def add_run(self, path: Path) -> None:
-        """Read a run directory."""
-        run = _run(path)
-        self.runs.append(run)
-        evals = refuse_link(path / "evals")
-        # Not `glob`, which finds nothing where this user may not read.
-        for name in sorted(os.listdir(evals)) if evals.exists() else []:
-            with self.attempt(evals / name):
-                if name.endswith(".json"):
-                    self.add_results(_results(evals / name, run))
-
-    def add_archive(self, path: Path, is_chosen: Callable[[str], bool]) -> None:
-        """Read a file of many runs."""
-        chosen = [(run, row) for run, row in archive.read(path) if is_chosen(run["name"])]
-        # The rows of a run have equal copies of it.
-        runs = [_with_key(run) for run in {run["path"]: run for run, _ in chosen}.values()]
-        self.add_results([row for _, row in chosen])
-        self.runs += runs
-
-    def add_results(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Add rows.
-
-        Raises ValueError: their texts are not those that were read with these settings. Runs are compared text by text,
-        and equal settings promise equal texts.
-        """
-        for row in rows:
-            settings = tuple(row[name] for name in ("kind", "eval", "part", "length"))
-            # Sums over other documents could have equal sizes by chance, so the documents are compared as well. Rows of
-            # files of many runs do not name them.
-            of_texts = {row["quantity"]: row["sample"].units, "documents": row.get("grouping")}
-            for what, found in of_texts.items():
-                if found is not None and not np.array_equal(self.texts.setdefault((*settings, what), found), found):
-                    where = f"{row['part']} at {row['length']}"
-                    raise ValueError(f"{where} was measured on other texts or documents than its settings say")
-        self.results += rows
+    left_out: LeftOut
 
 
 def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), exclude: Sequence[str] = ()) -> Runs:
@@ -134,30 +82,42 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
 
     def is_chosen(name: str) -> bool:
         is_wanted = not only or any(fnmatchcase(name, pattern) for pattern in only)
-        is_unwanted = any(fnmatchcase(name, pattern) for pattern in exclude)
-        return is_wanted and not is_unwanted
+        return is_wanted and not any(fnmatchcase(name, pattern) for pattern in exclude)
 
     places = list(dict.fromkeys(map(Path, [folders] if isinstance(folders, str | Path) else folders)))
     archives = [place for place in places if place.name.endswith(archive.SUFFIX) and place.is_file()]
-    read = _Read()
-    # First the run directories, each with all files of its results; then the files of many runs.
-    for path in _find([place for place in places if place not in archives]):
-        if is_chosen(printable(path.name)):
-            with read.attempt(path):
-                read.add_run(path)
-    for path in archives:
-        with read.attempt(path):
-            read.add_archive(path, is_chosen)
+    directories = _find([place for place in places if place not in archives])
+    chosen = [path for path in directories if is_chosen(printable(path.name))]
+    runs = [pd.DataFrame(columns=["path", *RUN_COLUMNS])]
+    results = [pd.DataFrame(columns=RESULT_COLUMNS)]
+    left_out: LeftOut = []
+    for path in [*chosen, *archives]:
+        with _attempt(path, left_out):
+            found, measured = archive.read(path) if path in archives else _read(path, left_out)
+            found["key"] = found.config.map(_key)
+            found = found[found["name"].map(is_chosen)]
+            runs.append(found)
+            results.append(measured[measured.path.isin(found.path)])
+    # Labels name the differences between runs, so all runs must have been read.
+    of_all = _on_equal_texts(_concatenated(results), left_out)
+    grouped = _grouped(_concatenated(runs), of_all, left_out)
+    return Runs(grouped, _with_lines(of_all, grouped), sorted(left_out))
 
-    runs = pd.DataFrame(columns=RUN_COLUMNS)
-    results = pd.DataFrame(columns=RESULT_COLUMNS)
-    if read.runs:
-        # Labels name the differences between runs, so all runs must have been read.
-        runs, unfit = _grouped(pd.DataFrame(read.runs), read.results)
-        read.left_out += unfit
-    if read.results:
-        results = _with_lines(pd.DataFrame(read.results), runs)
-    return Runs(runs, results, sorted(read.left_out))
+
+def _concatenated(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Return the rows of all tables; if there are none, the columns of the first."""
+    return pd.concat([table for table in tables if len(table)] or tables[:1], ignore_index=True)
+
+
+@contextmanager
+def _attempt(path: Path, left_out: LeftOut) -> Iterator[None]:
+    """Note an error instead of raising it."""
+    # One damaged run, whatever is wrong with it, must not prevent a report on the others.
+    try:
+        yield
+    except Exception as error:
+        reason = f"broken: {error}".splitlines()[0]
+        left_out.append((printable(path), printable(reason)))
 
 
 def curves(runs: Runs) -> pd.DataFrame:
@@ -166,11 +126,10 @@ def curves(runs: Runs) -> pd.DataFrame:
     A file that is damaged is added to `runs.left_out`: the results of its run stand for themselves.
     """
     about = runs.runs[["name", "seed", "encoding", "data", "train_len", "section", "label"]]
-    read = _Read(left_out=runs.left_out)
     rows: list[dict[str, Any]] = []
     for path, of_run in about.to_dict("index").items():
         file = Path(path) / "metrics.jsonl"
-        with read.attempt(file):
+        with _attempt(file, runs.left_out):
             of_file = list(read_metrics(Path(path))) if file.exists() else []  # runs in an archive have none
             rows += [{"path": path} | of_run | row for row in of_file]
     # A table has its columns, also if no run has a curve.
@@ -190,8 +149,8 @@ def _find(folders: Iterable[Path]) -> list[Path]:
     return sorted(found.values())
 
 
-def _run(path: Path) -> dict[str, Any]:
-    """Return the row of a run."""
+def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return the row of a run directory, and those of its results; files that are damaged are left out."""
     trained = (path / "training.json").exists()
     values = read_config(path)
     if trained:
@@ -209,25 +168,25 @@ def _run(path: Path) -> dict[str, Any]:
         "data": config["data.name"],
         "train_len": config["train_len"],
         "done": trained or config["trainer.max_steps"] == 0,  # a model of transformers as it is has no steps
-        "parameters": _number(config.get("training.parameters.total")),
-        "tokens_per_s": _number(config.get("training.tokens_per_s")),
-        "peak_memory_mb": _number(config.get("training.peak_memory_mb")),
         "identity": json.dumps(read_json(path / "data.json"), sort_keys=True),
         "config": config,
     }
-    return _with_key(run)
+    for cost, key in COSTS.items():
+        value = config.get(key)
+        run[cost] = float(value) if isinstance(value, int | float) else math.nan
+    results: list[dict[str, Any]] = []
+    evals = refuse_link(path / "evals")
+    # Not `glob`, which finds nothing where this user may not read.
+    for name in sorted(os.listdir(evals)) if evals.exists() else []:
+        with _attempt(evals / name, left_out):
+            if name.endswith(".json"):
+                results += _results(evals / name, run)
+    return pd.DataFrame([run]), pd.DataFrame(results, columns=None if results else RESULT_COLUMNS)
 
 
-def _number(value: Any) -> float:
-    """Return a number as it is, anything else as NaN."""
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _with_key(run: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of a run with what its group has in common."""
-    # Runs are seeds of one line if all settings are equal that decide what is computed.
-    key = json.dumps(compared(run["config"]), sort_keys=True)
-    return run | {"key": key, "init": str(run["config"].get("init_from"))}
+def _key(config: Mapping[str, Any]) -> str:
+    """Return all settings that decide what is computed: runs for which they are equal are seeds of one line."""
+    return json.dumps(compared(config), sort_keys=True)
 
 
 def _results(file: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -253,11 +212,34 @@ def _results(file: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
         "zero_shot": e.variant.zero_shot,
         "skipped": bool(e.skipped),
     }
-    return [of_file | row for row in e.rows()]
+    return [of_file | row for row in e.numbers()]
 
 
-def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
-    """Return the runs with section, group and label, and those that repeat another or are not finished, with why."""
+def _on_equal_texts(results: pd.DataFrame, left_out: LeftOut) -> pd.DataFrame:
+    """Return the rows without those of files that were measured on other texts than their settings say.
+
+    Runs are compared text by text, and equal settings promise equal texts: those that were read first.
+    """
+    # Sums over other documents could have equal sizes by chance, so the documents are compared as well. Rows of files
+    # of many runs do not name them.
+    texts = {"quantity": results["sample"].map(lambda sample: hash(sample.units.tobytes()))}
+    if "grouping" in results:
+        texts["kind"] = results.grouping.dropna().map(hash).reindex(results.index)
+    is_odd = pd.Series(False, results.index)
+    for by, found in texts.items():
+        expected = found.groupby([results[name] for name in ("kind", "eval", "part", "length", by)]).transform("first")
+        is_odd |= found.notna() & (found != expected)
+    files = results.path + "/evals/" + results.file
+    for row in results[is_odd].drop_duplicates(["path", "file"]).itertuples():
+        reason = f"broken: {row.part} at {row.length} was measured on other texts or documents than its settings say"
+        left_out.append((files[row.Index], reason))
+    return results[~files.isin(files[is_odd])]
+
+
+def _grouped(runs: pd.DataFrame, results: pd.DataFrame, left_out: LeftOut) -> pd.DataFrame:
+    """Return the runs with section, group and label. Those that repeat another or are not finished are `left_out`."""
+    if runs.empty:
+        return runs.set_index("path")
     # A hash tells apart different data of the same name.
     hashes = runs.identity.map(lambda identity: f" ({sha256(identity.encode()).hexdigest()[:6]})")
     is_ambiguous = runs.groupby("data").identity.transform("nunique") > 1
@@ -266,30 +248,37 @@ def _grouped(runs: pd.DataFrame, results: Sequence[Mapping[str, Any]]) -> tuple[
         lambda of_section: " and ".join(f"{length:,}" for length in sorted(of_section.unique()))
     )
     runs["section"] = runs.data + hashes.where(is_ambiguous, "") + ", trained at " + lengths + " tokens"
-
-    # Seeds may share the weights that they start from. Or each has its own, named as in "rope-s1": then the seed is
-    # taken out of the name. A number in a name may mean something else. It is the seed only if runs of other seeds have
-    # equal names without it, and no other seed has the same name with it.
-    without_seed = [re.sub(rf"(-s)?(?<!\d){run.seed}(?!\d)", "", run.init) for run in runs.itertuples()]
-    is_shared = runs.groupby(["key", "init"]).seed.transform("nunique") > 1
-    is_equal_without = runs.groupby(["key", pd.Series(without_seed, runs.index)]).seed.transform("nunique") > 1
-    runs["init"] = runs.init.mask(is_equal_without & ~is_shared, without_seed)
+    runs["init"] = _starting_weights(runs)
     runs["group"] = runs.key + runs.init
 
     # Of runs with the same settings and seed the first is kept; complete runs come first, and those with most results.
-    runs["results"] = runs.path.map(Counter(row["path"] for row in results)).fillna(0)
+    runs["results"] = runs.path.map(results.path.value_counts()).fillna(0)
     order = ["section", "seed", "done", "results", "path"]
     runs = runs.sort_values(order, ascending=[True, True, False, False, True])
     repeated = runs.duplicated(["section", "group", "seed"])
-    reasons = [(path, "another run has the same settings and seed") for path in runs.path[repeated]]
-    reasons += [(path, "not finished") for path in runs.path[~runs.done]]
+    left_out += [(path, "another run has the same settings and seed") for path in runs.path[repeated]]
+    left_out += [(path, "not finished") for path in runs.path[~runs.done.astype(bool)]]
     runs = runs[~repeated].set_index("path")
     # Only runs in one section are shown together, so labels need not tell others apart.
     for _, of_section in runs.groupby("section"):
         groups = _labelled(of_section.drop_duplicates("group").set_index("group"))
         for column in ("label", "settings"):
             runs.loc[of_section.index, column] = of_section.group.map(groups[column])
-    return runs[RUN_COLUMNS], reasons
+    return runs[RUN_COLUMNS]
+
+
+def _starting_weights(runs: pd.DataFrame) -> pd.Series:
+    """Return the names of the weights that runs start from, without the seed where each seed has its own."""
+    init = runs.config.map(lambda config: str(config.get("init_from")))
+    # Seeds may share the weights that they start from. Or each has its own, named as in "rope-s1": then the seed is
+    # taken out of the name. A number in a name may mean something else. It is the seed only if runs of other seeds have
+    # equal names without it, and no other seed has the same name with it.
+    without_seed = pd.Series(
+        [re.sub(rf"(-s)?(?<!\d){seed}(?!\d)", "", name) for seed, name in zip(runs.seed, init, strict=True)], runs.index
+    )
+    is_shared = runs.groupby(["key", init]).seed.transform("nunique") > 1
+    is_equal_without = runs.groupby(["key", without_seed]).seed.transform("nunique") > 1
+    return init.mask(is_equal_without & ~is_shared, without_seed)
 
 
 def _labelled(groups: pd.DataFrame) -> pd.DataFrame:
@@ -311,13 +300,13 @@ def compared(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if not key.startswith(IGNORED)}
 
 
-def _together(runs: pd.DataFrame, results: Iterable[Mapping[str, Any]]) -> pd.Series:
+def _together(runs: pd.DataFrame, results: pd.DataFrame) -> pd.Series:
     """Return the shortest training length of the runs that each run stands with, and its data.
 
     They share training length or texts, directly or through others.
     """
-    texts = {(row["path"], row["eval"]) for row in results if row["kind"] == "lengths"}
-    shared = runs[["path", "identity", "train_len"]].merge(pd.DataFrame(texts, columns=["path", "eval"]), "left")
+    texts = results.loc[results.kind == "lengths", ["path", "eval"]].drop_duplicates()
+    shared = runs[["path", "identity", "train_len"]].merge(texts, "left")
     shared["eval"] = shared["eval"].fillna("none " + shared.train_len.astype(str))  # of a run without results
     shortest = shared.train_len
     for _ in shared.train_len.unique():
@@ -353,9 +342,10 @@ def in_words(name: str, options: Mapping[str, Any]) -> str:
 
 def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     """Return the results of the runs that are kept, with `section`, `group`, `reading` and `line`."""
-    rows = rows.join(runs[["section", "group", "label"]], on="path", how="inner")
+    rows = rows[rows.path.isin(runs.index)]
     if rows.empty:
         return pd.DataFrame(columns=RESULT_COLUMNS)
+    rows = rows.join(runs[["section", "group", "label"]], on="path")
     rows[PROVENANCE] = rows.reindex(columns=PROVENANCE).fillna("").astype(str)  # older files lack some
     # Results of earlier steps, measured during training or before a run was extended, are lines of their own.
     rows["last"] = rows.step == rows.groupby("path").step.transform("max")

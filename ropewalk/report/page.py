@@ -4,6 +4,7 @@ On a terminal a run ends with a table and the answer.
 """
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -26,7 +27,7 @@ from ropewalk.run.directory import RunDir, read_training
 from ropewalk.run.processes import rank_zero_only
 
 PAGE = "report.html"
-COSTS = {"parameters": "parameters", "tokens_per_s": "tokens/s", "peak_memory_mb": "MB at most"}
+COSTS = {"parameters": "parameters", "tokens_per_s": "tokens/s", "peak_memory_mb": "MB at most"}  # and their headings
 AS_GAINS = ("far_copies", "key_tokens")  # measures whose losses are only shown as the gain over the cut text
 Grid = tuple[str, pd.DataFrame]  # a title, and a table of text whose index are the names of its rows
 
@@ -45,7 +46,7 @@ def html(runs: Runs, reference: str = "rope") -> str:
         for draw in drawings(of_title, curves[curves.section == title]):
             # A figure that cannot be drawn is left out with its reason: the rest of the page stands.
             try:
-                figures.append((plot.svg(draw), plot.svg(draw, plot.NARROW)))
+                figures.append(plot.svg(draw(plot.new())))
             except plot.NothingError:
                 continue
             except Exception as error:
@@ -63,8 +64,6 @@ def html(runs: Runs, reference: str = "rope") -> str:
         summary=f"Runs: {len(runs.runs):,}; left out: {len(runs.left_out):,}.",
         sections=shown,
         what_was_run=what_was_run(runs, table),
-        light=plot.style(plot.LIGHT),
-        dark=plot.style(plot.DARK),
     )
 
 
@@ -73,7 +72,7 @@ def sections(runs: Runs, table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [(title, table[table.section == title]) for title in runs.runs.section.value_counts().index]
 
 
-def drawings(table: pd.DataFrame, curves: pd.DataFrame) -> list[Callable[[Any], object]]:
+def drawings(table: pd.DataFrame, curves: pd.DataFrame) -> list[Callable[[Any], Any]]:
     """Return functions that draw the figures of a section into Axes."""
     from ropewalk.report import plot
 
@@ -132,28 +131,27 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
     chosen = {key: value for key, value in json.loads(first["eval"]).items() if key not in ("texts", "tokenizer")}
     ordered = sorted(chosen.items(), key=lambda setting: isinstance(setting[1], list))
     settings = ", ".join(f"{key.replace('_', ' ')} {str(value).strip('[]')}" for key, value in ordered)
-    name = f"{first.measure.replace('_', ' ').capitalize()} ({settings})"
-    kinds = {"value": f"{name}: {first.quantity}, {first.unit}"}
+    titles = {"value": f"{first.quantity}, {first.unit}"}
     if first.quantity == "error":
-        kinds["value"] = (
-            f"{name}: {first.unit}; medians and ranges over the seeds that learned it, with at most {LEARNED:g} %"
-        )
+        learned = f"medians and ranges over the seeds that learned it, with at most {LEARNED:g} %"
+        titles = {"value": f"{first.unit}; {learned}"}
     elif first.measure == "lengths":
         references = " or ".join(sorted(set(rows.reference) - {""}))
-        kinds["difference"] = f"{name}: minus {references}, paired by seed and text, in {first.unit}"
-        kinds["above"] = f"{name}: above the best possible predictor, paired by text, in {first.unit}"
-    several = first.part == "text" or rows.length.nunique() > 1
+        titles["difference"] = f"minus {references}, paired by seed and text, in {first.unit}"
+        titles["above"] = f"above the best possible predictor, paired by text, in {first.unit}"
+    has_lengths = first.part == "text" or rows.length.nunique() > 1
     result = []
-    for column, title in kinds.items():
+    for column, title in titles.items():
         columns = {}
         for (part, length), of_column in rows.groupby(["part", "length"], sort=False):
-            words = f"{part}, {length:,} tokens".removeprefix("text, ") if several else part
-            columns[words] = _cells(of_column, column)
+            heading = f"{part}, {length:,} tokens".removeprefix("text, ") if has_lengths else part
+            columns[heading] = _cells(of_column, column)
         if first.quantity == "error":
             of_seeds = rows.drop_duplicates("line").set_index("line")
             columns["seeds that learned it"] = of_seeds.learned.astype(str) + " of " + of_seeds.seeds.astype(str)
-        result.append(_grid(title, rows, columns))
-    return [(title, cells) for title, cells in result if cells.size]
+        measure = first.measure.replace("_", " ").capitalize()
+        result.append(_grid(f"{measure} ({settings}): {title}", rows, columns))
+    return [grid for grid in result if grid[1].size]
 
 
 def _cells(rows: pd.DataFrame, column: str = "value") -> pd.Series:
@@ -237,11 +235,9 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
 
 def plain(cells: pd.DataFrame) -> str:
     """Return a table in plain text: on a terminal as many columns as fit in, elsewhere all."""
-    text = cells.to_string()
-    if not sys.stdout.isatty():
-        return text
-    width = shutil.get_terminal_size().columns
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
     shown = len(cells.columns)
+    text = cells.to_string()
     while shown > 1 and len(text.partition("\n")[0]) > width:
         shown -= 1
         text = cells.iloc[:, :shown].to_string()

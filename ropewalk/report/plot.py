@@ -1,93 +1,51 @@
 """Figures of the long table by matplotlib: functions of a table and an Axes.
 
-    table = ropewalk.runs("runs")
-    ax = ropewalk.plot.gain(table)                              # a figure of its own
-    ropewalk.plot.gain(table, ax=axes[0], lines=["fox"])        # in yours; all other lines are grey
-    ropewalk.plot.errors(table)                                 # of a task, by length
-    ropewalk.plot.untitled(ax)                                  # for a paper, whose caption says it
-    ax.figure.savefig("gain.pdf")                               # or .svg, .png
-
-Colours are for a light background; on a page also for a dark one.
+table = ropewalk.runs("runs")
+ax = ropewalk.plot.gain(table)                              # a figure of its own
+ropewalk.plot.gain(table, ax=axes[0], lines=["fox"])        # in yours; all other lines are grey
+ropewalk.plot.errors(table)                                 # of a task, by length
+ropewalk.plot.untitled(ax)                                  # for a paper, whose caption says it
+ax.figure.savefig("gain.pdf")                               # or .svg, .png
 """
 
 import io
 import math
-import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from types import SimpleNamespace
 from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 from matplotlib import ticker, transforms
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.optimize import isotonic_regression
+from matplotlib.lines import Line2D
 
 from conf.files import printable
 from ropewalk.report.frame import START
 from ropewalk.report.table import BEST_POSSIBLE, by_length, headline, interval, over_seeds, worst_part
 
-# Colours for a light and for a dark background, by their names in a style sheet. Any two lines, the ink and the grey
-# are at least 0.09 apart in Oklab, also as the colour-blind see them; the contrast of a line to the paper is 3 or more.
-LIGHT = SimpleNamespace(
-    ink="#1b2026",
-    muted="#5f6975",
-    grid="#e3e6ea",
-    paper="#ffffff",
-    grey="#b4bac2",
-    line0="#2647b1",
-    line1="#df2474",
-    line2="#cf7c07",
-    line3="#2288a3",
-    line4="#8609f8",
-    line5="#5d5a0b",
-    line6="#a47ef5",
-    line7="#782358",
-)
-DARK = SimpleNamespace(
-    ink="#e4e7eb",
-    muted="#9ca6b2",
-    grid="#2b313a",
-    paper="#14171c",
-    grey="#59616c",
-    line0="#31d4fc",
-    line1="#f67dab",
-    line2="#c07000",
-    line3="#0ea96f",
-    line4="#bd31ff",
-    line5="#d8b64c",
-    line6="#9892eb",
-    line7="#9dff5e",
-)
-LINES = [colour for name, colour in vars(LIGHT).items() if name.startswith("line")]
+# Any two lines, the ink and the grey are at least 0.09 apart in Oklab, also as the colour-blind see them; the contrast
+# of a line to the paper is 3 or more.
+LIGHT = SimpleNamespace(ink="#1b2026", muted="#5f6975", grid="#e3e6ea", paper="#ffffff", grey="#b4bac2")
+LINES = ["#2647b1", "#df2474", "#cf7c07", "#2288a3", "#8609f8", "#5d5a0b", "#a47ef5", "#782358"]
 MARKERS = "os^DvPX*"
 MOST = len(MARKERS)  # lines with a colour
-WIDE, NARROW = (7.8, 4.4), (4.2, 4.0)  # inches: of a page, and of a phone or a column of a paper
-SIZE = 9.5  # points of words
+SIZE = (7.8, 4.4)  # inches
+WORDS = 9.5  # points
 DODGE = 1.2  # points from line to line, so that equal values and their intervals can be seen
 FLOOR = 0.01  # bits: an axis spans at least so much
 GREY, BEST, COLOURED, REFERENCE = 2, 3, 4, 5  # how far above the others lines are drawn
 POINT = ["line", "seed", "x", "y", "low", "high"]  # columns of what is drawn; the interval may be NaN
-NOTE = "note"  # marks the note of a figure
-LONGEST = 24  # characters of a name at the end of a line
-Name = tuple[str, float, float, str]  # the name of a line, y and x of its end, and its colour
-# What a figure on a page does without. Words have the font of their page, which is narrower than matplotlib's, so that
-# none leaves its place.
-SHORTER = {
-    r"^.*?(?=<svg)": "",
-    r"<metadata>.*?</metadata>\s*": "",
-    r' id="\w+_\d+"': "",
-    r"(?<!opacity: )\b(\d+\.\d)\d+(?=[^<>]*>)": r"\1",  # within tags, not in words
-    r" font-family: [^;\"]*;": "",
-    r" transform=\"rotate\(-0 [^\"]*\"": "",
-    r"\n\s+": "\n",
+NAME = 30  # characters of a name in a row of the legend
+TIMELESS: Any = {
+    "svg": dict.fromkeys(["Date", "Creator", "Format", "Type"]),
+    "pdf": {"CreationDate": None},
+    "png": {"Software": None},
 }
-TIMELESS = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {"Software": None}}
 PLAIN: Any = {"svg.fonttype": "none", "svg.hashsalt": "ropewalk", "pdf.fonttype": 42}
 
 
@@ -109,19 +67,23 @@ def gain(
     Raises ValueError: the table has several sections, or no such line; NothingError: no run has measured that.
     """
     column = {"itself": "gain", "reference": "lead"}[over]
-    rows = by_length(table).sort_values("length", kind="stable")
+    rows = by_length(table)
     rows = rows[rows[column].notna() & ((rows.length >= rows.cut) | (column == "lead"))]
     if rows.empty:
         raise NothingError("nothing to draw: no run has measured the loss of a text and of the cut text")
-    ax = dressed(ax)
     # Most lines are compared with themselves, which needs no words.
     compared_with = rows.reference if column == "lead" else rows.base[rows.base.str.startswith(START)]
+    cut = " or ".join(map("{:,.0f}".format, sorted(rows.cut.unique())))
+    whose = "".join(f"{line} on " for line in compared_with.unique() if line)
     note = "below 0 cut the text; bars: 95 % interval, dots: seeds; dashed: read otherwise than trained"
-    titled(ax, f"Gain over {_on_cut_text(rows, compared_with)}", f"{rows.unit.iloc[0]}; {note}")
+    ax = dressed(ax)
+    titled(ax, f"Gain over {whose}the text cut to {cut} tokens", note)
+    ax.set_ylabel(rows.unit.iloc[0])
     ax.axhline(0, color=LIGHT.muted, linewidth=1.2, zorder=1)
-
+    # Of many lines neither those that failed nor the best possible predictor may squeeze the others.
+    most = max(FLOOR, over_seeds(rows[rows.line != BEST_POSSIBLE])[column].max())
     points = _against_length(ax, rows, column)
-    _draw(ax, points, _looks(rows, lines), _limits_of_gains(points), "{:+.2f}")
+    _draw(ax, points, _looks(rows, lines), _limits(points, (0, FLOOR), (-1.2 * most, 1.6 * most)), "{:+.2f}")
     return ax
 
 
@@ -136,19 +98,21 @@ def errors(
 
     Raises ValueError, NothingError: as `gain`.
     """
-    rows = by_length(table, "error").sort_values("length", kind="stable")
+    rows = by_length(table, "error")
     rows = rows[rows.value.notna()]
     if rows.empty:
         raise NothingError("nothing to draw: no run has measured the errors of a task")
     part = part or worst_part(rows)
-    rows = rows[rows.part == part]
-    if rows.empty:
-        raise ValueError(f"part={part}: there is {', '.join(table.part[table.quantity == 'error'].unique())}")
+    if part not in set(rows.part):
+        raise ValueError(f"part={part}: there is {', '.join(rows.part.unique())}")
     ax = dressed(ax)
-    note = "percent; medians over the seeds that learned it; bars: their range, dots: seeds"
-    titled(ax, f"Errors in {part}", note)
+    titled(ax, f"Errors in {part}", "medians over the seeds that learned it; bars: their range, dots: seeds")
+    ax.set_ylabel("percent wrong")
+    rows = rows[rows.part == part]
     points = _against_length(ax, rows, "value")
-    _draw(ax, points, _looks(rows, lines), _limits_of_errors(points), "{:.0f}")
+    # Every seed is on the axis: one that did not learn the task is not in the median.
+    limits = _limits(points.assign(seed=None), (0, 1))
+    _draw(ax, points, _looks(rows, lines), limits, "{:.0f}")
     return ax
 
 
@@ -157,50 +121,11 @@ def _against_length(ax: Axes, rows: pd.DataFrame, column: str) -> pd.DataFrame:
     lengths = sorted(rows.length.unique())
     ax.set_xscale("log")
     ax.set_xlim(lengths[0] / 1.06, lengths[-1] * 1.06)
-    ax.xaxis.set_major_locator(ticker.FixedLocator(lengths, nbins=5))  # for so many words even a phone has room
+    ax.xaxis.set_major_locator(ticker.FixedLocator(lengths, nbins=5))
     ax.minorticks_off()
     ax.set_xlabel("length of the text in tokens")
-    return rows[["line", "seed", "length", *interval(column)]].set_axis(POINT, axis=1)
-
-
-def _limits_of_errors(points: pd.DataFrame) -> tuple[float, float]:
-    """Return the ends of an axis with all errors, in percent."""
-    highest = max(1.0, points.y.max())
-    return -0.03 * highest, 1.06 * highest
-
-
-def _on_cut_text(rows: pd.DataFrame, compared_with: pd.Series) -> str:
-    """Name the baseline of gains: the text cut to so many tokens, and the line that reads it if it is another one."""
-    cut = " or ".join(map("{:,.0f}".format, sorted(rows.cut.unique())))
-    names = [line for line in compared_with.unique() if line]
-    whose = "what each is compared with, on " if len(names) > 1 else "".join(f"{name} on " for name in names)
-    return f"{whose}the text cut to {cut} tokens"
-
-
-def _limits_of_gains(points: pd.DataFrame) -> tuple[float, float]:
-    """Return the ends of an axis on which gains can be told apart, of POINT by length.
-
-    Of few lines all are on it, and their intervals as far as these leave half of it to the lines. Of more lines neither
-    a failure nor the best possible may squeeze the others; the best line of the longest text is on the axis with its
-    intervals.
-    """
-    means = over_seeds(points)
-    gains = means[means.line != BEST_POSSIBLE]
-    last = gains[gains.x == gains.x.max()]
-    best = gains[gains.line.isin(last.line[last.y == last.y.max()])]
-    if gains.line.nunique() <= MOST:
-        lowest, highest = means.y.min(), max(FLOOR, means.y.max())
-        room = (highest - lowest) / 2
-        lowest = max(lowest - room, min(lowest, gains.low.min()))
-        highest = min(highest + room, max(highest, gains.high.max()))
-    else:
-        most = max(FLOOR, gains.y.max())
-        # What is possible is shown as far as it leaves gains more than half of the axis.
-        highest = max(most, means.y[means.y <= 1.6 * most].max(), best.high.max())
-        # A loss takes little more room than the gains.
-        lowest = max(gains.low.min(), min(-1.2 * highest, best.low.min()))
-    pad = 0.06 * (highest - lowest)
-    return lowest - pad, highest + pad
+    points = rows[["line", "seed", "length", *interval(column)]].set_axis(POINT, axis=1)
+    return points.sort_values("x", kind="stable")
 
 
 def curves(
@@ -221,8 +146,6 @@ def curves(
     y = is_recorded.any().idxmax()  # the first that has a number; if none has, nothing was validated
     if table.step[is_recorded[y]].nunique() < 2:
         raise NothingError("nothing to draw: no run was validated several times")
-    ax = dressed(ax)
-    titled(ax, f"In training: {y.replace('_', ' ')}", "the mean over the seeds")
     # As rows of a long table over all seeds. Lines of several sections have other texts or lengths.
     label = table.label if table.section.nunique() == 1 else table.label + ", " + table.section
     recorded = pd.DataFrame({"line": label, "step": table.step, "x": table.tokens, "y": table[y]}).dropna()
@@ -231,17 +154,41 @@ def curves(
     if lines is None:
         lines = [line for line in rows.line.unique() if line != reference]
     looks = {line: look | {"marker": ""} for line, look in _looks(rows, lines).items()}
-    # The first validations are far above all that matters, and of many lines so is what diverged.
-    late = rows[rows.x >= rows.x.max() / 4].groupby("line").y.max()
-    best = rows.y.min()
-    highest = late.max() if len(late) <= MOST else late.median()
-    pad = 0.05 * (highest - best) + FLOOR
-    limits = _limits_of_errors(rows) if y == "val/error" else (best - pad, highest + pad)
+    ax = dressed(ax)
+    titled(ax, "In training: the mean over the seeds")
+    ax.set_ylabel(y.replace("_", " "))
     ax.set_xlim(0, rows.x.max())
     ax.xaxis.set_major_locator(ticker.MaxNLocator(4))
     ax.set_xlabel("tokens of training")
+    # The first validations are far above all that matters, and of many lines so is what diverged.
+    late = rows[rows.x >= rows.x.max() / 4]
+    limits = _limits(late, (rows.y.min(), rows.y.min() + FLOOR), (-math.inf, late.groupby("line").y.max().median()))
+    if y == "val/error":
+        limits = _limits(rows, (0, 1))
     _draw(ax, rows[POINT], looks, limits, "{:.2f}")
     return ax
+
+
+def _limits(
+    points: pd.DataFrame, shown: tuple[float, float], bounds: tuple[float, float] = (-math.inf, math.inf)
+) -> tuple[float, float]:
+    """Return the ends of an axis with all lines over their seeds, and intervals as far as these leave half of it.
+
+    Args:
+        points: POINT.
+        shown: values that are on the axis in any case.
+        bounds: of more than MOST lines, what is beyond these is off the axis.
+    """
+    means = over_seeds(points)
+    low, high = min(shown[0], means.y.min()), max(shown[1], means.y.max())
+    if means.line.nunique() > MOST:
+        low, high = max(low, bounds[0]), min(high, bounds[1])
+    on_axis = means[means.y.between(low, high)]
+    room = (high - low) / 2
+    lowest = max(low - room, min(low, on_axis.low.min()))
+    highest = min(high + room, max(high, on_axis.high.max()))
+    pad = 0.06 * (highest - lowest)
+    return lowest - pad, highest + pad
 
 
 def written(ax: Axes, kind: str) -> bytes:
@@ -252,44 +199,16 @@ def written(ax: Axes, kind: str) -> bytes:
     return file.getvalue()
 
 
-def svg(draw: Callable[[Axes], object], size: tuple[float, float] = WIDE) -> str:
-    """Return a figure as SVG for a page: as wide as its place, in the colours of the page's variables."""
-    ax = new(size)
-    draw(ax)
+def svg(ax: Axes) -> str:
+    """Return the whole figure of an Axes as an element of a page."""
     text = written(ax, "svg").decode()
-    replacements = {colour: f"var(--{name})" for name, colour in vars(LIGHT).items()}
-    for pattern, replacement in (SHORTER | replacements).items():
-        text = re.sub(pattern, replacement, text, flags=re.DOTALL)
-    label = f'role="img" aria-label="{escape(" ".join(ax.get_title(loc="left").split()))}"'
-    # By a function, as a name may have a backslash.
-    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', lambda _: label, text, count=1)
+    label = escape(" ".join(ax.get_title(loc="left").split()))
+    return text[text.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
-def on_its_own(picture: str) -> str:
-    """Return a figure from `svg` with the colours that it needs without a page, for light and dark."""
-    light = "text{font-family:system-ui,sans-serif}:root{" + style(LIGHT) + "}"
-    dark = "@media(prefers-color-scheme:dark){:root{" + style(DARK) + "}}"
-    return re.sub(r"(<svg[^>]*>)", rf"\1<style>{light}{dark}</style>", picture, count=1)
-
-
-def style(palette: SimpleNamespace) -> str:
-    """Return the colours as variables of a style sheet."""
-    return "".join(f"--{name}:{colour};" for name, colour in vars(palette).items())
-
-
-def new(size: tuple[float, float] = WIDE) -> Axes:
+def new(size: tuple[float, float] = SIZE) -> Axes:
     """Return the Axes of a new figure, for pages and files: pyplot does not know it."""
-    figure = Figure(figsize=size, layout="constrained", facecolor=LIGHT.paper)
-    return figure.subplots(subplot_kw={"facecolor": LIGHT.paper})
-
-
-def short(line: str, most: int = LONGEST) -> str:
-    """Return the name of a line in at most so many characters."""
-    name = printable(line).replace(" read as ", " as ").replace(" at scale ", " x").replace(START, "before ")
-    # Lines often begin alike and differ at their ends, as two values of an option do: the middle is left out.
-    start = (most - 1) // 2
-    end = most - 1 - start
-    return name if len(name) <= most else f"{name[:start]}…{name[-end:]}"
+    return Figure(figsize=size, layout="constrained").subplots()
 
 
 def chosen(table: pd.DataFrame) -> list[str]:
@@ -305,12 +224,11 @@ def chosen(table: pd.DataFrame) -> list[str]:
 def dressed(ax: Axes | None) -> Axes:
     """Return the Axes, or a new one that pyplot shows, with a grid and without a frame."""
     if ax is None:
-        _, ax = plt.subplots(figsize=WIDE, layout="constrained")
+        _, ax = plt.subplots(figsize=SIZE, layout="constrained")
     ax.spines[["left", "right", "top"]].set_visible(False)
-    ax.spines["bottom"].set_color(LIGHT.muted)
     ax.set_axisbelow(True)
-    ax.grid(axis="y", color=LIGHT.grid, linewidth=0.8)
-    ax.tick_params(colors=LIGHT.muted, labelsize=SIZE)
+    ax.grid(axis="y", color=LIGHT.grid)
+    ax.tick_params(colors=LIGHT.muted, labelsize=WORDS)
     ax.tick_params(axis="y", length=0)
     return ax
 
@@ -340,102 +258,80 @@ def _looks(rows: pd.DataFrame, named: Sequence[str] | None) -> dict[str, dict[st
 def _draw(
     ax: Axes, points: pd.DataFrame, looks: Mapping[str, dict[str, Any]], limits: tuple[float, float], number: str
 ) -> None:
-    """Draw lines within an axis, and name them at their ends; what has left the axis there has its number.
+    """Draw lines within an axis, and name them in the order of their ends.
+
+    What goes on beyond the axis, a line or an interval, ends in an arrow; a line that ends there has its last value
+    beside its name.
 
     Args:
         points: POINT by x; those with a seed are dots.
     """
+    low, high = limits
     ax.set_ylim(limits)
     ax.ticklabel_format(axis="y", useOffset=False)
     ax.xaxis.set_major_formatter("{x:,.10g}")
-    ax.xaxis.label.set(color=LIGHT.muted, fontsize=SIZE)
-    ends = over_seeds(points).drop_duplicates("line", keep="last").set_index("line").sort_values("y", kind="stable")
-    low, high = limits
-    names: list[Name] = []
-    for line, x, end in zip(ends.index, ends.x, ends.y, strict=True):
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.label.set(color=LIGHT.muted, fontsize=WORDS)
+    ends = over_seeds(points).drop_duplicates("line", keep="last").sort_values("y", ascending=False, kind="stable")
+    handles: list[Line2D] = []
+    for line, end in zip(ends.line, ends.y, strict=True):
+        look = looks[line] | {"markersize": 4.5}
         of_line = points[points.line == line]
         means = over_seeds(of_line)
-        look = looks[line]
         if look["zorder"] == GREY:
-            ax.plot(means.x, means.y, **look, markersize=4.5)
+            ax.plot(means.x, means.y, **look)
             continue
-        aside = transforms.ScaledTranslation(DODGE / 72 * (len(names) % 5 - 2), 0, ax.figure.dpi_scale_trans)
-        look = look | {"transform": ax.transData + aside}
-        bars = None if line == BEST_POSSIBLE else [means.y - means.low, means.high - means.y]
-        ax.errorbar(means.x, means.y, bars, **look, markersize=4.5, elinewidth=1.2)
-        # What goes on beyond the axis, a line or an interval, ends in an arrow.
+        aside = transforms.ScaledTranslation(DODGE / 72 * (len(handles) % 5 - 2), 0, ax.figure.dpi_scale_trans)
+        placed = look | {"transform": ax.transData + aside}
+        if line == BEST_POSSIBLE:  # which is known
+            means = means.assign(low=math.nan, high=math.nan)
+        ax.errorbar(means.x, means.y, [means.y - means.low, means.high - means.y], **placed, elinewidth=1.2)
         reached = means[["y", "low", "high"]]
         beyond = {"v": (low, reached.min(axis=1) < low), "^": (high, reached.max(axis=1) > high)}
         for marker, (border, leaves) in beyond.items():
             for place in means.x[leaves]:
-                ax.plot(place, border, **look | {"marker": marker, "clip_on": False}, markersize=4.5)
+                ax.plot(place, border, **placed | {"marker": marker, "clip_on": False})
         dots = of_line[of_line.seed.notna()]
         if len(dots) > len(means):
-            ax.plot(dots.x, dots.y, **look | {"marker": ".", "linestyle": ""}, markersize=2.5, alpha=0.45)
-        # A line that ends off the axis has its last value beside its name.
+            ax.plot(dots.x, dots.y, **placed | {"marker": ".", "linestyle": "", "markersize": 2.5}, alpha=0.45)
         words = ""
         if math.isnan(end):
             words = " diverged"
         elif not low <= end <= high:
             words = f" {'↓' if end < low else '↑'} {number.format(end)}"
-        place = float(np.nan_to_num(end, nan=high).clip(low, high))
-        names.append((short(line, LONGEST - len(words)) + words, place, x, look["color"]))
-    if len(ends) > len(names):
-        names.append((f"{len(ends) - len(names)} more", low, points.x.max(), LIGHT.grey))
-    name_ends(ax, names)
+        handles.append(Line2D([], [], **look, label=line + words))
+    if len(ends) > len(handles):
+        handles.append(Line2D([], [], color=LIGHT.grey, label=f"{len(ends) - len(handles)} more"))
+    name_lines(ax, handles)
 
 
-def name_ends(ax: Axes, names: Sequence[Name]) -> None:
-    """Write names right of the axes, each beside the end of its line and none upon another."""
-    ax.figure.draw_without_rendering()  # type: ignore[union-attr]
-    box = ax.get_window_extent()
-    wanted = []
-    for _, y, x, _ in names:
-        _, pixels = ax.transData.transform((x, y))
-        wanted.append((pixels - box.y0) / box.height)
-    line_height = 1.25 * SIZE * ax.figure.dpi / 72 / box.height
-    for (name, y, x, color), place in zip(names, _spread(wanted, line_height), strict=True):
-        ax.annotate(
-            name, (x, y), xytext=(1.05, place), textcoords="axes fraction", annotation_clip=False, va="center",
-            color=color, fontsize=SIZE, parse_math=False,
-            arrowprops={
-                "arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5),
-            },
-        )  # fmt: skip
+def name_lines(ax: Axes, handles: Sequence[Line2D]) -> None:
+    """Write the labels of lines right of the axes, from top to bottom."""
+    names = [textwrap.fill(printable(str(handle.get_label())), NAME) for handle in handles]
+    legend = ax.legend(
+        handles,
+        names,
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+        fontsize=WORDS,
+        labelcolor="linecolor",
+        labelspacing=0.35,
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a name may have a $
 
 
-def _spread(wanted: Sequence[float], room: float) -> np.ndarray:
-    """Return places at least `room` apart, as near to the wanted ones as can be, and in their order, within 0 and 1."""
-    # Without the room that the names below one take, places must only not fall: the least squares of a regression.
-    order = np.argsort(wanted, kind="stable")
-    below = room * np.arange(len(wanted))
-    rising = isotonic_regression(np.array(wanted)[order] - below).x
-    highest = max(0.0, 1.0 - below[-1])
-    places = np.empty(len(wanted))
-    places[order] = np.clip(rising, 0.0, highest) + below
-    return places
-
-
-def titled(ax: Axes, title: str, note: str) -> None:
+def titled(ax: Axes, title: str, note: str = "") -> None:
     """Write a title and a note under it, in lines that fit into the figure."""
     # Axes side by side have a part of the figure each; one alone begins with 0.775 of it.
-    share = min(1.0, ax.get_position().width / 0.775)
-    characters = share * ax.figure.bbox.width / ax.figure.dpi * 72 / SIZE / 0.62
-    lines = textwrap.wrap(note, int(characters * 1.2))
-    words = "\n".join(textwrap.wrap(printable(title), int(characters * 0.8)))
-    ax.set_title(
-        words, loc="left", pad=10 + 1.2 * SIZE * len(lines), fontsize=SIZE + 1, fontweight="bold", color=LIGHT.ink
-    )
-    ax.annotate(
-        "\n".join(lines), (0, 1), xytext=(0, 8), xycoords="axes fraction", textcoords="offset points", va="bottom",
-        color=LIGHT.muted, fontsize=SIZE - 1, linespacing=1.25, gid=NOTE,
-    )  # fmt: skip
+    inches = ax.figure.bbox.width / ax.figure.dpi * ax.get_position().width / 0.775
+    characters = int(12 * inches)
+    lines = [*textwrap.wrap(printable(title), characters), *textwrap.wrap(note, characters)]
+    ax.set_title("\n".join(lines), loc="left", fontsize=WORDS, color=LIGHT.ink)
 
 
 def untitled(ax: Axes) -> Axes:
     """Take the title and the note from a figure, for a place that has words of its own."""
     ax.set_title("", loc="left")
-    for text in ax.texts:
-        if text.get_gid() == NOTE:
-            text.remove()
     return ax

@@ -7,7 +7,7 @@ the 95 % interval over seeds and texts; and one for each run alone, with its see
     over_seeds(table).query("measure == 'lengths'").pivot(index="line", columns="length", values="gain")
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -55,8 +55,6 @@ COLUMNS = [
 
 CELL = ["line", "part", "length"]
 EXACT = -1  # the seed of the best possible predictor, which has none: it is compared with every seed
-BySeed = Mapping[int, Sample]
-Samples = Mapping[tuple[str, str, int], BySeed]  # by CELL and seed
 
 
 def results(runs: Runs, reference: str = "rope") -> pd.DataFrame:
@@ -130,16 +128,7 @@ def _compared(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:
     first = rows.iloc[0]
     config = runs.runs.config[first.path]
     lines = _lines(rows, runs, reference)
-    seeds = _of_seeds(rows, lines)
-    samples: dict[tuple[str, str, int], dict[int, Sample]] = {}
-    for row in seeds.itertuples():
-        samples.setdefault((row.line, row.part, row.length), {})[row.seed] = row.sample
-
-    # For each cell a row over all its seeds, and then one for each seed.
-    cells = seeds.drop_duplicates("cell").assign(seed=None, path="")
-    cells["run"] = cells.cell.map(seeds.groupby("cell").run.agg(", ".join))
-    table = pd.concat([cells, seeds[seeds.line != BEST_POSSIBLE].astype({"seed": object})])
-    table = table.sort_values("cell", kind="stable", ignore_index=True).join(lines, on="line")
+    table = _cells(rows, lines).join(lines, on="line")
     table = table.assign(
         **first[["section", "quantity", "unit", "eval", "texts"]],
         data=config["data.name"],
@@ -147,39 +136,60 @@ def _compared(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:
         tolerance=float(config.get("eval.tolerance", 0)),
         times=table.length / table.train_len,
     )
-    own: list[BySeed] = []
-    for row in table.itertuples():
-        by_seed = samples[row.line, row.part, row.length]
-        own.append(by_seed if row.seed is None else {row.seed: by_seed[row.seed]})
-    table["seeds"] = list(map(len, own))
-    table["documents"] = [next(iter(by_seed.values())).units.size for by_seed in own]
-    table = _with(table, "value", _estimates([stacked([*by_seed.values()]) for by_seed in own]))
-    is_task = first.quantity == "error"
-    if is_task:
+    samples = _over_cells(table, table["sample"])
+    table["seeds"] = [len(sample.values) for sample in samples]
+    table["documents"] = [sample.units.size for sample in samples]
+    table = _with(table, "value", _estimates(samples))
+    if first.quantity == "error":
         table = _over_learned(table)
-    sign = 1 if LOWER_IS_BETTER[first.quantity] else -1
-    table = _ranked(table, sign)
-    behind = _estimates(_minus(own, _find(samples, table.best, table)))
-    # What is better over the seeds that both have is not told apart from the best over all seeds.
-    table["tied"] = _tied(table, [e if e and sign * e.value >= 0 else None for e in behind])
-    if not is_task:
-        table = _paired(table, own, samples, behind)
-    return table.reindex(columns=COLUMNS)
+    table = _against_others(_ranked(table))
+    return table[table.seed != EXACT].reindex(columns=COLUMNS)
 
 
-def _of_seeds(rows: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each cell and seed, in this order, with its `sample` and the number of its `cell`.
+def _against_others(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table with which cells are `tied` with the best one; but for errors also with PAIRED and the verdict."""
+    differences = {name: _over_cells(table, of_seeds) for name, of_seeds in _differences(table).items()}
+    estimates = {name: _estimates(samples) for name, samples in differences.items()}
+    table["tied"] = _tied(table, estimates["behind"])
+    if table.quantity.iloc[0] == "error":
+        return table
+    if "gain" in estimates:
+        estimates["share"] = list(map(_share, differences["gain"], differences["possible"]))
+    for name in PAIRED.keys() & estimates.keys():
+        table = _with(table, name, estimates[name])
+    if "gain" in estimates:
+        table["verdict"] = list(map(verdict, table.gain_low, table.gain_high, table.tolerance))
+    return table
 
-    The best possible predictor is a line of its own.
+
+def _cells(rows: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each cell, a line's part at a length, over all its seeds; then one for each seed, with `sample`.
+
+    The best possible predictor is a line of its own, with the seed EXACT.
     """
     exact = rows[rows.optimum_sample.notna()].sort_values("length", kind="stable")
     exact = exact.drop_duplicates(["part", "length"], keep="last")
     exact = exact.assign(line=BEST_POSSIBLE, seed=EXACT, sample=exact.optimum_sample, run="", path="")
     exact[PROVENANCE] = np.nan
-    both = pd.concat([exact, rows, *_far(rows, lines)], ignore_index=True)
-    both = both[[*CELL, *OF_PART, "seed", "sample", "run", "path", *PROVENANCE]]
-    both["cell"] = both.groupby(CELL, sort=False).ngroup()
-    return both.drop_duplicates(["cell", "seed"], keep="last").sort_values(["cell", "seed"])
+    seeds = pd.concat([exact, rows, *_far(rows, lines)], ignore_index=True)
+    seeds = seeds[[*CELL, *OF_PART, "seed", "sample", "run", "path", *PROVENANCE]]
+    seeds["cell"] = seeds.groupby(CELL, sort=False).ngroup()
+    seeds = seeds.drop_duplicates(["cell", "seed"], keep="last").sort_values(["cell", "seed"])
+    over_all = seeds.drop_duplicates("cell").assign(seed=None, path="", sample=None)
+    over_all["run"] = over_all.cell.map(seeds.groupby("cell").run.agg(", ".join))
+    both = pd.concat([over_all, seeds.astype({"seed": object})])
+    return both.sort_values("cell", kind="stable", ignore_index=True)
+
+
+def _over_cells(table: pd.DataFrame, samples: pd.Series) -> pd.Series:
+    """Return the samples of single seeds, and in the rows over all seeds those of their cell as one."""
+    of_cells = {}
+    for cell, of_cell in samples.dropna().groupby(table.cell):
+        of_cells[cell] = stacked(of_cell.tolist())
+    found = samples.copy()
+    is_over_all = table.seed.isna()
+    found[is_over_all] = pd.Series([of_cells.get(cell) for cell in table.cell], table.index, dtype=object)
+    return found
 
 
 def _far(rows: pd.DataFrame, lines: pd.DataFrame) -> list[pd.DataFrame]:
@@ -203,9 +213,13 @@ def _far(rows: pd.DataFrame, lines: pd.DataFrame) -> list[pd.DataFrame]:
     return [pooled.assign(part=FAR, task=FAR, length=rows.length.max(), **empty) for pooled in sums]
 
 
+def _estimates(samples: pd.Series) -> list[Estimate | None]:
+    return [sample and statistics.estimate(sample) for sample in samples]
+
+
 def _with(table: pd.DataFrame, column: str, estimates: Sequence[Estimate | None]) -> pd.DataFrame:
     """Return a table with a number and its interval as columns."""
-    numbers = [(np.nan, np.nan, np.nan) if e is None else (e.value, e.low, e.high) for e in estimates]
+    numbers = [e[:3] if e else (np.nan, np.nan, np.nan) for e in estimates]
     return table.assign(**dict(zip(interval(column), np.transpose(numbers), strict=True)))
 
 
@@ -232,20 +246,23 @@ def _over_learned(table: pd.DataFrame) -> pd.DataFrame:
     numbers.loc[counted.size() == 1, ["low", "high"]] = np.nan  # of one seed there is no range
     over_all = table.seed.isna()
     table.loc[over_all, "learned"] = table.cell.map(of_cells.sum())
+    words = table.learned.eq(table.seeds).map({True: "learned", False: "partly"}).mask(table.learned == 0, "never")
+    table["verdict"] = words.where(over_all)
     table[["low", "high"]] = np.nan
     for column in numbers:
         table.loc[over_all, column] = table.cell.map(numbers[column])
     return table
 
 
-def _ranked(table: pd.DataFrame, sign: int) -> pd.DataFrame:
-    """Return a table with the `rank` of each cell at its part and length, best first, and the `best` line there.
+def _sign(table: pd.DataFrame) -> int:
+    """Return 1 if less is better in the numbers of a table, -1 if more is."""
+    return 1 if LOWER_IS_BETTER[table.quantity.iloc[0]] else -1
 
-    Args:
-        sign: 1 if less is better, -1 if more is.
-    """
+
+def _ranked(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table with the `rank` of each cell at its part and length, best first, and the `best` line there."""
     # A network that diverged has NaN, which comes last; equal lines are by name.
-    badness = (sign * table.value).fillna(np.inf)
+    badness = (_sign(table) * table.value).fillna(np.inf)
     cells = table.assign(badness=badness)[table.seed.isna() & (table.line != BEST_POSSIBLE)]
     cells = cells.sort_values(["badness", "line"])
     places = cells.groupby(["part", "length"])
@@ -256,6 +273,9 @@ def _ranked(table: pd.DataFrame, sign: int) -> pd.DataFrame:
 
 def _tied(table: pd.DataFrame, behind: Sequence[Estimate | None]) -> pd.Series:
     """Return which cells are not told apart from the best of their part and length, with that one if there are any."""
+    # What is better over the seeds that both have is not told apart from the best over all seeds.
+    sign = _sign(table)
+    behind = [e if e and sign * e.value >= 0 else None for e in behind]
     # A network that diverged is not the best, however little is known of it.
     is_tied = pd.Series(np.nan, table.index, dtype=object)
     cells = table[table["rank"].notna()]
@@ -268,66 +288,47 @@ def _tied(table: pd.DataFrame, behind: Sequence[Estimate | None]) -> pd.Series:
     return is_tied
 
 
-def _paired(
-    table: pd.DataFrame, own: Sequence[BySeed], samples: Samples, behind: Sequence[Estimate | None]
-) -> pd.DataFrame:
-    """Return a table with the columns of `PAIRED` and the `verdict`."""
+def _differences(table: pd.DataFrame) -> dict[str, pd.Series]:
+    """Return the differences of each seed to others, text by text, by their names in `PAIRED`.
+
+    "possible" is what the best possible predictor gains.
+    """
+    samples = dict(zip(table[[*CELL, "seed"]].itertuples(index=False, name=None), table["sample"], strict=True))
+
+    def of(lines: pd.Series, longest: pd.Series = table.length) -> pd.Series:
+        """Return what `lines` measured with the seed of each row at its part and length, which is cut to `longest`."""
+        keys = table.assign(line=lines, length=np.minimum(table.length, longest))
+        is_exact = table.seed.notna() & (keys.line == BEST_POSSIBLE)
+        keys["seed"] = table.seed.mask(is_exact, EXACT)
+        found = [samples.get(key) for key in keys[[*CELL, "seed"]].itertuples(index=False, name=None)]
+        return pd.Series(found, table.index, dtype=object)
+
+    own = table["sample"]
     # A line is not compared with itself.
     reference = table.reference.mask(table.reference == table.line)
     optimum = pd.Series(BEST_POSSIBLE, table.index).mask(table.line == BEST_POSSIBLE)
-    best_possible = _find(samples, optimum, table)
-    on_cut_text = _find(samples, table.base, table, table.cut)
-    gained = _minus(on_cut_text, own)
-    possible = _minus(_find(samples, optimum, table, table.cut), best_possible)
-    paired = {
-        "behind": behind,
-        "above": _estimates(_minus(own, best_possible)),
-        "difference": _estimates(_minus(own, _find(samples, reference, table))),
-        "share": list(map(_share, gained, possible)),
+    differences = {
+        "difference": _minus(own, of(reference)),
+        "behind": _minus(own, of(table.best)),
+        "above": _minus(own, of(optimum)),
     }
     if table.measure.iloc[0] == "lengths":
-        reference_on_cut_text = _find(samples, table.reference, table, table.reference_len)
-        paired["gain"] = _estimates(gained)
-        paired["lead"] = _estimates(_minus(reference_on_cut_text, own))
-    for column, estimates in paired.items():
-        table = _with(table, column, estimates)
-    if "gain" in paired:
-        table["verdict"] = list(map(verdict, table.gain_low, table.gain_high, table.tolerance))
-    return table
-
-
-def _find(
-    samples: Samples, lines: Iterable[str], table: pd.DataFrame, longest: pd.Series | None = None
-) -> list[BySeed]:
-    """Return what `lines` measured at the part and length of each row; {} for nothing.
-
-    Args:
-        longest: tokens that longer texts are cut to.
-    """
-    lengths = table.length if longest is None else np.minimum(table.length, longest)
-    return [samples.get(cell, {}) for cell in zip(lines, table.part, lengths, strict=True)]
-
-
-def _minus(first: Sequence[BySeed], second: Sequence[BySeed]) -> list[Sample | None]:
-    """Return differences paired by seed and text; None where no seed has both."""
-    differences: list[Sample | None] = []
-    for a, b in zip(first, second, strict=True):
-        if EXACT in b:
-            b = dict.fromkeys(a, b[EXACT])
-        seeds = sorted(a.keys() & b.keys())
-        if not seeds:
-            differences.append(None)
-            continue
-        minuend, subtrahend = stacked([a[seed] for seed in seeds]), stacked([b[seed] for seed in seeds])
-        # A damaged file may have other documents at each length.
-        is_paired = minuend.units.size == subtrahend.units.size
-        difference = Sample(minuend.values - subtrahend.values, minuend.units) if is_paired else None
-        differences.append(difference)
+        gain = _minus(of(table.base, table.cut), own)
+        differences |= {
+            "gain": gain,
+            "possible": _minus(of(optimum, table.cut), of(optimum)).where(gain.notna(), None),
+            "lead": _minus(of(table.reference, table.reference_len), own),
+        }
     return differences
 
 
-def _estimates(samples: Sequence[Sample | None]) -> list[Estimate | None]:
-    return [sample and statistics.estimate(sample) for sample in samples]
+def _minus(first: pd.Series, second: pd.Series) -> pd.Series:
+    """Return differences text by text; None where one is missing, or has other documents, as in a damaged file."""
+    differences = []
+    for a, b in zip(first, second, strict=True):
+        is_paired = a is not None and b is not None and a.units.size == b.units.size
+        differences.append(Sample(a.values - b.values, a.units) if is_paired else None)
+    return pd.Series(differences, first.index, dtype=object)
 
 
 def _share(gained: Sample | None, possible: Sample | None) -> Estimate | None:
@@ -340,7 +341,7 @@ def _share(gained: Sample | None, possible: Sample | None) -> Estimate | None:
 def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:
     """Return OF_LINE by line: what it is, what it is compared with, and its costs, medians over its runs."""
     lines = rows.drop_duplicates("line").set_index("line", drop=False)
-    of_runs = runs.runs[["label", "settings"]].join(runs.runs.groupby("group")[COSTS].transform("median"))
+    of_runs = runs.runs[["label", "settings"]].join(runs.runs.groupby("group")[[*COSTS]].transform("median"))
     lines = lines.join(of_runs, on="path")
     # The baseline of weights that are read zero-shot is the same weights read as trained. That of a run that starts
     # from a model is the model, where it was measured before the training; that is also its reference.

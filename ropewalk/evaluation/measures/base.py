@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from conf import plugins
 from conf.schema import Config, Section, parse
 from data.base import Data
-from ropewalk.evaluation.results import Measured
+from ropewalk.evaluation.results import PartResult
 from ropewalk.evaluation.scoring import Scorer
 
 
@@ -15,7 +15,7 @@ class Part(NamedTuple):
     """A part of a measure."""
 
     length: int  # of its longest text
-    run: Callable[[Scorer], list[Measured]]
+    run: Callable[[Scorer], list[PartResult]]
 
 
 class Plan(NamedTuple):

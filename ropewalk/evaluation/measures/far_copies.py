@@ -18,7 +18,7 @@ from conf.schema import Config
 from data.base import Data, EvalSet
 from ropewalk.evaluation.measures.base import Part, Plan
 from ropewalk.evaluation.measures.lengths import longest_settings
-from ropewalk.evaluation.results import Measured
+from ropewalk.evaluation.results import PartResult
 from ropewalk.evaluation.scoring import Scorer
 
 # A repeated sequence has about so many bytes, so that tokenizers compare, and at least so many tokens.
@@ -80,7 +80,7 @@ def far_copies(data: Data, cfg: Config) -> Plan:
         group[:, :short] = -1
         return group
 
-    def run(score: Scorer) -> list[Measured]:
+    def run(score: Scorer) -> list[PartResult]:
         group = group_of_targets()
         whole = score(texts, group, 2 * octaves)
         baseline = nats_of_cut(score, texts, group, 2 * octaves, short)

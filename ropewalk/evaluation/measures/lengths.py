@@ -15,7 +15,7 @@ import torch
 from conf.schema import Config
 from data.base import Data, EvalSet, hash_texts
 from ropewalk.evaluation.measures.base import Part, Plan
-from ropewalk.evaluation.results import Measured
+from ropewalk.evaluation.results import PartResult
 from ropewalk.evaluation.scoring import Scorer
 
 BINS = 32  # in which the loss by position is averaged
@@ -44,7 +44,7 @@ def lengths(data: Data, cfg: Config) -> Plan:
     return Plan("lengths", settings, parts)
 
 
-def _score(data: Data, texts: EvalSet, optimum: Callable[[int], np.ndarray | None], score: Scorer) -> list[Measured]:
+def _score(data: Data, texts: EvalSet, optimum: Callable[[int], np.ndarray | None], score: Scorer) -> list[PartResult]:
     sums = score(texts)
     if data.task:  # measured by its errors alone, so that no text is drawn for an optimum
         return [sums.measured(texts.length, texts=texts, task=data.task, difficulty=texts.name)]
@@ -71,7 +71,7 @@ def by_position(data: Data, cfg: Config) -> Plan:
     # The bin of each position: all are as wide as the first, but the last one, which may be narrower.
     bin_of = torch.arange(length) // len(bins[0])
 
-    def run(score: Scorer) -> list[Measured]:
+    def run(score: Scorer) -> list[PartResult]:
         sums = score(texts, bin_of.expand(texts.n, length), len(bins))
         spans = [(int(positions[0]), int(positions[-1])) for positions in bins]
         return [sums.measured(length, i, texts=texts, span=span) for i, span in enumerate(spans)]

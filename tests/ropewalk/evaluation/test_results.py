@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from synthetic import PROVENANCE
 
-from ropewalk.evaluation.results import Evaluation, Measured, Variant
+from ropewalk.evaluation.results import Evaluation, PartResult, Variant
 from ropewalk.evaluation.statistics import estimate
 
 BITS = math.log(2)
@@ -17,7 +17,7 @@ TEXTS = 20
 LENGTHS = [128, 256, 512, 1024]
 
 
-def text(length: int, bits: float, noise: float = 0.05, **more) -> Measured:
+def text(length: int, bits: float, noise: float = 0.05, **more) -> PartResult:
     """Twenty texts of 10 bytes in 10 tokens each; the noise of a text is the same at every length."""
     per_text = bits + noise * np.random.default_rng(0).normal(size=TEXTS)
     fields = {
@@ -26,7 +26,7 @@ def text(length: int, bits: float, noise: float = 0.05, **more) -> Measured:
         "bytes": [10] * TEXTS,
         "errors": [1] * TEXTS,
     }
-    return Measured(length=length, **fields | more)
+    return PartResult(length=length, **fields | more)
 
 
 def evaluation(label="rope", bits=(2.1, 2.0, 2.01, 2.5), pe=None, scale=1.0, zero_shot=False, **more):
@@ -125,9 +125,9 @@ def test_hostile_names_stay_in_the_folder(tmp_path_factory, name):
     assert path.name.startswith("lengths-")
 
 
-def row_of(measured: Measured, **more):
+def row_of(measured: PartResult, **more):
     """The only row of an evaluation with one measurement."""
-    (row,) = evaluation(measured=[measured], **more).rows()
+    (row,) = evaluation(measured=[measured], **more).numbers()
     return row
 
 
@@ -159,7 +159,7 @@ def test_ruler_has_answers_found_and_gains():
         text(256, 2.0, task="vt", errors=[0] * TEXTS, baseline_nats=baseline),
     ]
     means = {}
-    for row in evaluation(kind="ruler", measured=measured).rows():
+    for row in evaluation(kind="ruler", measured=measured).numbers():
         means[row["part"], row["unit"]] = estimate(row["sample"]).value
 
     assert means["niah_single depth 0.00", "answers found in percent"] == 50

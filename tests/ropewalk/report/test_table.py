@@ -353,14 +353,14 @@ def test_a_damaged_archive_is_left_out_and_makes_no_other_number(tmp_path):
     file = tmp_path / "a.parquet"
     archive.write(file, runs.runs, runs.results)
     sound = file.read_bytes()
-    expected = archive.read(file)
+    expected = [table.to_dict("list") for table in archive.read(file)]
     rng = np.random.default_rng(0)
     for place in rng.integers(len(sound), size=300):
         damaged = bytearray(sound)
         damaged[place] ^= rng.integers(1, 256)
         file.write_bytes(damaged)
         try:
-            found = archive.read(file)
+            found = [table.to_dict("list") for table in archive.read(file)]
         except ValueError:
             continue
         np.testing.assert_equal(found, expected)
