@@ -69,7 +69,6 @@ def test_each_mode_ends_with_a_row_of_the_encoding(options, mode):
     assert last_row.startswith("| t5 | ")
 
 
-@pytest.mark.long
 def test_a_folder_without_nanogpt_is_refused(options, tmp_path):
     with pytest.raises(ConfigError, match=r"model\.py"):
         next(bench.MODES["peers"](options.model_copy(update={"nanogpt": str(tmp_path)})))
