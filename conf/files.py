@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import glob
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import secrets
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +19,7 @@ import yaml
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
 PATIENCE = 6  # seconds that a lock is waited for: workers of a killed process may hold it for five
+ABANDONED = 3600  # seconds without a change after which nobody writes a file any more
 LONGEST = 86_400  # seconds that preparing a large corpus may take
 
 
@@ -31,8 +34,11 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         ValueError: see `refuse_link`. A device would be replaced for the whole machine.
     """
     refuse_link(path)
-    # A name of its own for each writer: two programs may write the same page at once. What a killed process leaves,
-    # `RunDir.create` and `checkpoints.prune` find by this pattern, ".*.tmp".
+    # What a killed process left. Where a run is locked its ".*.tmp" go at once; elsewhere another may be writing it.
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        if time.time() - leftover.lstat().st_mtime > ABANDONED:
+            leftover.unlink(missing_ok=True)
+    # A name of its own for each writer: two programs may write the same page at once.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     # Renaming is atomic, but only what is on the disk survives a machine that stops: the content is synced before the
     # rename, and the folder, which holds the new name, after it.
@@ -186,6 +192,8 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
     Raises:
         ValueError: there is neither such a folder nor such a model.
     """
+    if not source:
+        raise ValueError("hf: needs a folder or the name of a model, as in hf:OWNER/NAME")
     if Path(source).is_dir():
         return Path(source)
     announce(f"fetches {source} from the Hugging Face hub, unless it is cached")
