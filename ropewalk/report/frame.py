@@ -2,9 +2,8 @@
 
 import json
 import math
-import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,9 +16,9 @@ import numpy as np
 import pandas as pd
 
 from conf.errors import ConfigError, flatten
-from conf.files import printable, read_json, refuse_link
+from conf.files import printable, read_json
 from ropewalk.evaluation import archive
-from ropewalk.evaluation.results import Evaluation
+from ropewalk.evaluation.results import Evaluation, result_files
 from ropewalk.run.directory import FREE, read_config, read_metrics, read_training
 
 BEFORE, AFTER = "before training", "after training"  # readings of a run that starts from a model
@@ -31,6 +30,7 @@ IGNORED = (
     *FREE, "overwrite", "dry_run", "seed", "name", "init_from", "data.tokenizer", "trainer.log_every", "trainer.val_",
     "trainer.accelerator", "trainer.compile", "trainer.kernels", "training.",
 )  # fmt: skip
+BROKEN = "broken: "  # begins the reason why something is left out that should be there
 PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
 COSTS = ["parameters", "tokens_per_s", "peak_memory_mb"]  # of training.json; NaN where that has none
 RUN_COLUMNS = [
@@ -65,60 +65,71 @@ class Runs(NamedTuple):
     left_out: list[tuple[str, str]]
 
 
+@contextmanager
+def noting(what: object, left_out: list[tuple[str, str]]) -> Iterator[None]:
+    """Note an error about `what`, a run or a part of a report, instead of raising it: the rest stands."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        entry = printable(what), printable(BROKEN + reason)
+        if entry not in left_out:  # a report may make the same thing twice
+            left_out.append(entry)
+
+
 @dataclass
 class _Read:
     """What lies in some folders, before runs are grouped."""
 
     runs: list[dict[str, Any]] = field(default_factory=list)
-    results: list[dict[str, Any]] = field(default_factory=list)  # RESULT_COLUMNS but for section, group, line, reading
+    results: dict[Path, list[dict[str, Any]]] = field(default_factory=dict)  # rows of each file, before `_with_lines`
     left_out: list[tuple[str, str]] = field(default_factory=list)
-    texts: dict[Any, np.ndarray] = field(default_factory=dict)
-
-    @contextmanager
-    def attempt(self, path: Path) -> Iterator[None]:
-        """Note an error instead of raising it."""
-        # One damaged run, whatever is wrong with it, must not prevent a report on the others.
-        try:
-            yield
-        except Exception as error:
-            reason = f"broken: {error}".splitlines()[0]
-            self.left_out.append((printable(path), printable(reason)))
 
     def add_run(self, path: Path) -> None:
         """Read a run directory."""
         run = _run(path)
         self.runs.append(run)
-        evals = refuse_link(path / "evals")
-        # Not `glob`, which finds nothing where this user may not read.
-        for name in sorted(os.listdir(evals)) if evals.exists() else []:
-            with self.attempt(evals / name):
-                if name.endswith(".json"):
-                    self.add_results(_results(evals / name, run))
+        for file in result_files(path):
+            with noting(file, self.left_out):
+                self.results[file] = _results(file, run)
 
     def add_archive(self, path: Path, is_chosen: Callable[[str], bool]) -> None:
         """Read a file of many runs."""
         chosen = [(run, row) for run, row in archive.read(path) if is_chosen(run["name"])]
         # The rows of a run have equal copies of it.
-        runs = [_with_key(run) for run in {run["path"]: run for run, _ in chosen}.values()]
-        self.add_results([row for _, row in chosen])
-        self.runs += runs
+        self.runs += [_with_key(run) for run in {run["path"]: run for run, _ in chosen}.values()]
+        self.results[path] = [row for _, row in chosen]
 
-    def add_results(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Add rows.
+    def comparable(self) -> list[dict[str, Any]]:
+        """Return the rows of all files but those with other texts than most have that were read with their settings.
 
-        Raises ValueError: their texts are not those that were read with these settings. Runs are compared text by text,
-        and equal settings promise equal texts.
+        Runs are compared text by text, and equal settings promise equal texts.
         """
-        for row in rows:
-            settings = tuple(row[name] for name in ("kind", "eval", "part", "length"))
-            # Sums over other documents could have equal sizes by chance, so the documents are compared as well. Rows of
-            # files of many runs do not name them.
-            of_texts = {row["quantity"]: row["sample"].units, "documents": row.get("grouping")}
-            for what, found in of_texts.items():
-                if found is not None and not np.array_equal(self.texts.setdefault((*settings, what), found), found):
-                    where = f"{row['part']} at {row['length']}"
-                    raise ValueError(f"{where} was measured on other texts or documents than its settings say")
-        self.results += rows
+        votes: dict[Any, Counter[bytes]] = defaultdict(Counter)
+        for rows in self.results.values():
+            for texts in map(_texts, rows):
+                for key, found in texts.items():
+                    votes[key][found] += 1
+        # Of as many the first is taken.
+        usual = {key: counts.most_common(1)[0][0] for key, counts in votes.items()}
+        kept = []
+        for file, rows in self.results.items():
+            with noting(file, self.left_out):
+                for row in rows:
+                    if not _texts(row).items() <= usual.items():
+                        where = f"{row['part']} at {row['length']}"
+                        raise ValueError(f"{where} was measured on other texts or documents than its settings say")
+                kept += rows
+        return kept
+
+
+def _texts(row: Mapping[str, Any]) -> dict[Any, bytes]:
+    """Return what a row shows of its texts, by its settings."""
+    settings = tuple(row[name] for name in ("kind", "eval", "part", "length"))
+    # Sums over other documents could have equal sizes by chance, so the documents are compared as well. Rows of files
+    # of many runs do not name them.
+    of_texts = {row["quantity"]: row["sample"].units, "documents": row.get("grouping")}
+    return {(*settings, what): np.float64(found).tobytes() for what, found in of_texts.items() if found is not None}
 
 
 def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), exclude: Sequence[str] = ()) -> Runs:
@@ -143,20 +154,21 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     # First the run directories, each with all files of its results; then the files of many runs.
     for path in _find([place for place in places if place not in archives]):
         if is_chosen(printable(path.name)):
-            with read.attempt(path):
+            with noting(path, read.left_out):
                 read.add_run(path)
     for path in archives:
-        with read.attempt(path):
+        with noting(path, read.left_out):
             read.add_archive(path, is_chosen)
 
     runs = pd.DataFrame(columns=RUN_COLUMNS)
     results = pd.DataFrame(columns=RESULT_COLUMNS)
+    rows = read.comparable()
     if read.runs:
         # Labels name the differences between runs, so all runs must have been read.
-        runs, unfit = _grouped(pd.DataFrame(read.runs), read.results)
+        runs, unfit = _grouped(pd.DataFrame(read.runs), rows)
         read.left_out += unfit
-    if read.results:
-        results = _with_lines(pd.DataFrame(read.results), runs)
+    if rows:
+        results = _with_lines(pd.DataFrame(rows), runs)
     return Runs(runs, results, sorted(read.left_out))
 
 
@@ -166,11 +178,10 @@ def curves(runs: Runs) -> pd.DataFrame:
     A file that is damaged is added to `runs.left_out`: the results of its run stand for themselves.
     """
     about = runs.runs[["name", "seed", "encoding", "data", "train_len", "section", "label"]]
-    read = _Read(left_out=runs.left_out)
     rows: list[dict[str, Any]] = []
     for path, of_run in about.to_dict("index").items():
         file = Path(path) / "metrics.jsonl"
-        with read.attempt(file):
+        with noting(file, runs.left_out):
             of_file = list(read_metrics(Path(path))) if file.exists() else []  # runs in an archive have none
             rows += [{"path": path} | of_run | row for row in of_file]
     # A table has its columns, also if no run has a curve.

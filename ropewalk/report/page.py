@@ -3,6 +3,7 @@
 On a terminal a run ends with a table and the answer.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -20,7 +21,7 @@ from conf.schema import Config
 from ropewalk.evaluation.results import Evaluation
 from ropewalk.report import frame
 from ropewalk.report.answer import answer, far_text, number, percent
-from ropewalk.report.frame import PROVENANCE, Runs
+from ropewalk.report.frame import BROKEN, PROVENANCE, Runs, noting
 from ropewalk.report.table import BEST_POSSIBLE, LEARNED, by_length, interval, over_seeds, results
 from ropewalk.run.directory import RunDir, read_training
 from ropewalk.run.processes import rank_zero_only
@@ -41,16 +42,18 @@ def html(runs: Runs, reference: str = "rope") -> str:
     curves = frame.curves(runs)
     shown = []
     for title, of_title in sections(runs, table):
-        figures = []
+        figures: list[tuple[str, str]] = []
         for draw in drawings(of_title, curves[curves.section == title]):
-            # A figure that cannot be drawn is left out with its reason: the rest of the page stands.
-            try:
+            with noting(f"a figure of {title}", runs.left_out), contextlib.suppress(plot.NothingError):
                 figures.append((plot.svg(draw), plot.svg(draw, plot.NARROW)))
-            except plot.NothingError:
-                continue
-            except Exception as error:
-                runs.left_out.append((f"a figure of {title}", printable(error)))
-        shown.append({"title": title, "answer": answer(of_title), "figures": figures, "grids": grids(of_title)})
+        shown.append(
+            {
+                "title": title,
+                "answer": sentences(title, of_title, runs),
+                "figures": figures,
+                "grids": grids(of_title, runs.left_out),
+            }
+        )
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -87,19 +90,40 @@ def drawings(table: pd.DataFrame, curves: pd.DataFrame) -> list[Callable[[Any], 
     ]
 
 
-def grids(table: pd.DataFrame) -> list[Grid]:
-    """Return the tables of a section: an overview, the numbers of each measure, and in what the lines differ."""
+def sentences(title: str, table: pd.DataFrame, runs: Runs) -> list[str]:
+    """Return the answer of a section; nothing, and a line in `runs.left_out`, if there is none."""
+    with noting(f"the answer of {title}", runs.left_out):
+        return answer(table)
+    return []
+
+
+def grids(table: pd.DataFrame, left_out: list[tuple[str, str]]) -> list[Grid]:
+    """Return the tables of a section: an overview, the numbers of each measure, and in what the lines differ.
+
+    A table that cannot be made is added to `left_out`.
+    """
     rows = over_seeds(table)
-    text = by_length(rows)
-    result = [overview(table, text)] if len(text) else []
+    result: list[Grid] = []
+    with noting("the overview", left_out):
+        text = by_length(rows)
+        if len(text):
+            result.append(overview(table, text))
     for (measure, quantity, _), of_measure in rows.groupby(["measure", "quantity", "eval"], sort=False):
-        if measure not in AS_GAINS or quantity == "gain":
-            result += numbers(of_measure)
+        with noting(f"the tables of {measure}", left_out):
+            if measure not in AS_GAINS or quantity == "gain":
+                result += numbers(of_measure)
+    with noting("the table of costs", left_out):
+        result.append(costs(rows))
+    return result
+
+
+def costs(rows: pd.DataFrame) -> Grid:
+    """Return the table of what each line was trained with, and what that took."""
     trained = rows[(rows.line == rows.base) & (rows.line != BEST_POSSIBLE)].drop_duplicates("line").set_index("line")
     columns = {"differs in": trained.settings, "runs": trained.run}
     for name, heading in COSTS.items():
         columns[heading] = trained[name].map("{:,.0f}".format, na_action="ignore")
-    return [*result, _grid("In what the lines differ, costs, and the runs of each", trained.reset_index(), columns)]
+    return _grid("In what the lines differ, costs, and the runs of each", trained.reset_index(), columns)
 
 
 def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
@@ -186,9 +210,9 @@ def markdown(runs: Runs, reference: str = "rope") -> str:
     """Return the same words and tables, without figures."""
     lines = []
     for title, table in sections(runs, results(runs, reference)):
-        sentences = [f"- {escaped(sentence)}" for sentence in answer(table)]
-        lines += [f"## {escaped(title)}", "", *sentences, ""]
-        for heading, cells in grids(table):
+        words = [f"- {escaped(sentence)}" for sentence in sentences(title, table, runs)]
+        lines += [f"## {escaped(title)}", "", *words, ""]
+        for heading, cells in grids(table, runs.left_out):
             rows = list(cells.itertuples(name=None))
             lines += [f"{escaped(heading)}.", "", *markdown_table(["", *cells], rows), ""]
     return "\n".join(lines)
@@ -221,7 +245,7 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
         config["eval.tolerance"] = cfg.eval.tolerance
     table = results(runs)
     if only is None:
-        shown = grids(table)[:1]  # an overview: the page has all else
+        shown = grids(table, runs.left_out)[:1]  # an overview: the page has all else
     else:
         # The settings of a measure are written as by `frame`.
         asked = {(e.kind, json.dumps(e.eval, sort_keys=True)) for e in only}
@@ -229,7 +253,10 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
         table = table.loc[[measured in asked for measured in zip(table.measure, table["eval"], strict=True)]]
         # The measure by_position has a row for each of many positions: it is shown only if nothing else was asked for.
         others = table[table.measure != "by_position"]
-        shown = grids(table if others.empty else others)
+        shown = grids(table if others.empty else others, runs.left_out)
+    for what, reason in runs.left_out:
+        if reason.startswith(BROKEN):
+            print(printable(f"left out: {what}: {reason}"), file=sys.stderr)
     for title, cells in shown:
         print(printable(f"{run.name}: {title}\n{plain(cells)}\n"))
     print(*map(printable, answer(table)), sep="\n")
