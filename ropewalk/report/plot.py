@@ -30,7 +30,7 @@ from scipy.optimize import isotonic_regression
 
 from conf.files import printable
 from ropewalk.report.frame import START
-from ropewalk.report.table import BEST_POSSIBLE, by_length, headline, interval, over_seeds, worst_part
+from ropewalk.report.table import BEST_POSSIBLE, COLUMNS, by_length, headline, interval, over_seeds, worst_part
 
 # Colours for a light and for a dark background, by their names in a style sheet. Any two lines, the ink and the grey
 # are at least 0.09 apart in Oklab, also as the colour-blind see them; the contrast of a line to the paper is 3 or more.
@@ -108,7 +108,10 @@ def gain(
 
     Raises ValueError: the table has several sections, or no such line; NothingError: no run has measured that.
     """
-    column = {"itself": "gain", "reference": "lead"}[over]
+    _check(table, COLUMNS, "ropewalk.runs")
+    column = {"itself": "gain", "reference": "lead"}.get(over)
+    if column is None:
+        raise ValueError(f"over={over!r}: it should be 'itself' or 'reference'")
     rows = by_length(table).sort_values("length", kind="stable")
     rows = rows[rows[column].notna() & ((rows.length >= rows.cut) | (column == "lead"))]
     if rows.empty:
@@ -136,6 +139,7 @@ def errors(
 
     Raises ValueError, NothingError: as `gain`.
     """
+    _check(table, COLUMNS, "ropewalk.runs")
     rows = by_length(table, "error").sort_values("length", kind="stable")
     rows = rows[rows.value.notna()]
     if rows.empty:
@@ -150,6 +154,15 @@ def errors(
     points = _against_length(ax, rows, "value")
     _draw(ax, points, _looks(rows, lines), _limits_of_errors(points), "{:.0f}")
     return ax
+
+
+def _check(table: pd.DataFrame, columns: Sequence[str], function: str) -> None:
+    """Raise ValueError unless a table has the columns of what `function` returns."""
+    if not isinstance(table, pd.DataFrame):
+        raise ValueError(f"table: {type(table).__name__} is no table; {function} returns one")
+    missing = [column for column in columns if column not in table]
+    if missing:
+        raise ValueError(f"table has no {', '.join(missing)}: take rows of what {function} returns, with all columns")
 
 
 def _against_length(ax: Axes, rows: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -216,6 +229,7 @@ def curves(
 
     Raises ValueError: there is no such line; NothingError: no run was validated several times.
     """
+    _check(table, ["label", "section", "step", "tokens"], "ropewalk.curves")
     validation = table.reindex(columns=["val/bits_per_byte", "val/error", "val/loss"])
     is_recorded = validation.notna()
     y = is_recorded.any().idxmax()  # the first that has a number; if none has, nothing was validated
@@ -306,6 +320,8 @@ def dressed(ax: Axes | None) -> Axes:
     """Return the Axes, or a new one that pyplot shows, with a grid and without a frame."""
     if ax is None:
         _, ax = plt.subplots(figsize=WIDE, layout="constrained")
+    if not isinstance(ax, Axes):
+        raise ValueError(f"ax={ax!r} is no Axes of matplotlib: leave it out for a figure of its own")
     ax.spines[["left", "right", "top"]].set_visible(False)
     ax.spines["bottom"].set_color(LIGHT.muted)
     ax.set_axisbelow(True)

@@ -204,6 +204,11 @@ def test_curves_are_means_over_the_seeds_and_end_on_the_axis():
             "2 sections.*code, trained at 256 tokens; another",
             lambda table: plot.gain(pd.concat([table, table.assign(section="another")])),
         ),
+        ("NoneType is no table; ropewalk.runs returns one", lambda _: plot.gain(None)),
+        ("table has no line, gain:", lambda table: plot.errors(table.drop(columns=["line", "gain"]))),
+        ("table has no label, tokens: .*ropewalk.curves", lambda table: plot.curves(table)),
+        ("over='x'", lambda table: plot.gain(table, over="x")),
+        ("ax=5 is no Axes", lambda table: plot.gain(table, ax=5)),
     ],
 )
 def test_mistakes_name_what_there_is(table, message, mistake):
