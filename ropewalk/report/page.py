@@ -114,7 +114,7 @@ def grids(table: pd.DataFrame, left_out: list[tuple[str, str]]) -> list[Grid]:
                 result += numbers(of_measure)
     with noting("the table of costs", left_out):
         result.append(costs(rows))
-    return result
+    return [(title, cells) for title, cells in result if cells.size]
 
 
 def costs(rows: pd.DataFrame) -> Grid:
@@ -177,7 +177,7 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
             of_seeds = rows.drop_duplicates("line").set_index("line")
             columns["seeds that learned it"] = of_seeds.learned.astype(str) + " of " + of_seeds.seeds.astype(str)
         result.append(_grid(title, rows, columns))
-    return [(title, cells) for title, cells in result if cells.size]
+    return result
 
 
 def _cells(rows: pd.DataFrame, column: str = "value") -> pd.Series:
