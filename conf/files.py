@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import glob
 import hashlib
 import json
 import os
@@ -10,7 +9,6 @@ import secrets
 import shutil
 import stat
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +17,6 @@ import yaml
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
 PATIENCE = 6  # seconds that a lock is waited for: workers of a killed process may hold it for five
-ABANDONED = 3600  # seconds without a change after which nobody writes a file any more
 LONGEST = 86_400  # seconds that preparing a large corpus may take
 
 
@@ -34,11 +31,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         ValueError: see `refuse_link`. A device would be replaced for the whole machine.
     """
     refuse_link(path)
-    # What a killed process left. Where a run is locked its ".*.tmp" go at once; elsewhere another may be writing it.
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        if time.time() - leftover.lstat().st_mtime > ABANDONED:
-            leftover.unlink(missing_ok=True)
-    # A name of its own for each writer: two programs may write the same page at once.
+    # A name of its own for each writer: two programs may write the same page at once. What a killed process leaves in a
+    # run, `directory.lock` and `checkpoints.prune` find by this pattern, ".*.tmp".
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     # Renaming is atomic, but only what is on the disk survives a machine that stops: the content is synced before the
     # rename, and the folder, which holds the new name, after it.

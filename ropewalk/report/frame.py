@@ -4,13 +4,12 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -31,6 +30,8 @@ IGNORED = (
     "trainer.accelerator", "trainer.compile", "trainer.kernels", "training.",
 )  # fmt: skip
 BROKEN = "broken: "  # begins the reason why something is left out that should be there
+LeftOut = list[tuple[str, str]]  # what is left out, and why
+T = TypeVar("T")
 PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
 COSTS = ["parameters", "tokens_per_s", "peak_memory_mb"]  # of training.json; NaN where that has none
 RUN_COLUMNS = [
@@ -62,19 +63,17 @@ class Runs(NamedTuple):
     # predictor.
     results: pd.DataFrame
     # The path of each run that is broken, unfinished or there twice, and the reason.
-    left_out: list[tuple[str, str]]
+    left_out: LeftOut
 
 
-@contextmanager
-def noting(what: object, left_out: list[tuple[str, str]]) -> Iterator[None]:
-    """Note an error about `what`, a run or a part of a report, instead of raising it: the rest stands."""
+def attempt(what: object, left_out: LeftOut, function: Callable[..., list[T]], *arguments: Any) -> list[T]:
+    """Return what a function returns. If it fails, note why `what` is left out, and return nothing: the rest stands."""
     try:
-        yield
+        return function(*arguments)
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        entry = printable(what), printable(BROKEN + reason)
-        if entry not in left_out:  # a report may make the same thing twice
-            left_out.append(entry)
+        left_out.append((printable(what), printable(BROKEN + reason)))
+        return []
 
 
 @dataclass
@@ -83,22 +82,21 @@ class _Read:
 
     runs: list[dict[str, Any]] = field(default_factory=list)
     results: dict[Path, list[dict[str, Any]]] = field(default_factory=dict)  # rows of each file, before `_with_lines`
-    left_out: list[tuple[str, str]] = field(default_factory=list)
+    left_out: LeftOut = field(default_factory=list)
 
-    def add_run(self, path: Path) -> None:
-        """Read a run directory."""
+    def run_in(self, path: Path) -> list[dict[str, Any]]:
+        """Read a run directory, and return the row of its run."""
         run = _run(path)
-        self.runs.append(run)
         for file in result_files(path):
-            with noting(file, self.left_out):
-                self.results[file] = _results(file, run)
+            self.results[file] = attempt(file, self.left_out, _results, file, run)
+        return [run]
 
-    def add_archive(self, path: Path, is_chosen: Callable[[str], bool]) -> None:
-        """Read a file of many runs."""
+    def runs_in(self, path: Path, is_chosen: Callable[[str], bool]) -> list[dict[str, Any]]:
+        """Read a file of many runs, and return a row for each."""
         chosen = [(run, row) for run, row in archive.read(path) if is_chosen(run["name"])]
-        # The rows of a run have equal copies of it.
-        self.runs += [_with_key(run) for run in {run["path"]: run for run, _ in chosen}.values()]
         self.results[path] = [row for _, row in chosen]
+        # The rows of a run have equal copies of it.
+        return [_with_key(run) for run in {run["path"]: run for run, _ in chosen}.values()]
 
     def comparable(self) -> list[dict[str, Any]]:
         """Return the rows of all files but those with other texts than most have that were read with their settings.
@@ -114,13 +112,17 @@ class _Read:
         usual = {key: counts.most_common(1)[0][0] for key, counts in votes.items()}
         kept = []
         for file, rows in self.results.items():
-            with noting(file, self.left_out):
-                for row in rows:
-                    if not _texts(row).items() <= usual.items():
-                        where = f"{row['part']} at {row['length']}"
-                        raise ValueError(f"{where} was measured on other texts or documents than its settings say")
-                kept += rows
+            kept += attempt(file, self.left_out, _checked, rows, usual)
         return kept
+
+
+def _checked(rows: list[dict[str, Any]], usual: Mapping[Any, bytes]) -> list[dict[str, Any]]:
+    """Return rows. Raises ValueError: one has other texts than are usual with its settings."""
+    for row in rows:
+        if not _texts(row).items() <= usual.items():
+            where = f"{row['part']} at {row['length']}"
+            raise ValueError(f"{where} was measured on other texts or documents than its settings say")
+    return rows
 
 
 def _texts(row: Mapping[str, Any]) -> dict[Any, bytes]:
@@ -154,11 +156,9 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     # First the run directories, each with all files of its results; then the files of many runs.
     for path in _find([place for place in places if place not in archives]):
         if is_chosen(printable(path.name)):
-            with noting(path, read.left_out):
-                read.add_run(path)
+            read.runs += attempt(path, read.left_out, read.run_in, path)
     for path in archives:
-        with noting(path, read.left_out):
-            read.add_archive(path, is_chosen)
+        read.runs += attempt(path, read.left_out, read.runs_in, path, is_chosen)
 
     runs = pd.DataFrame(columns=RUN_COLUMNS)
     results = pd.DataFrame(columns=RESULT_COLUMNS)
@@ -181,8 +181,8 @@ def curves(runs: Runs) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for path, of_run in about.to_dict("index").items():
         file = Path(path) / "metrics.jsonl"
-        with noting(file, runs.left_out):
-            of_file = list(read_metrics(Path(path))) if file.exists() else []  # runs in an archive have none
+        if file.exists():  # runs in an archive have none
+            of_file = attempt(file, runs.left_out, lambda run: list(read_metrics(run)), Path(path))
             rows += [{"path": path} | of_run | row for row in of_file]
     # A table has its columns, also if no run has a curve.
     return pd.DataFrame(rows, columns=None if rows else ["path", *about, "step", "tokens"])

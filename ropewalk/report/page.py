@@ -21,7 +21,7 @@ from conf.schema import Config
 from ropewalk.evaluation.results import Evaluation
 from ropewalk.report import frame
 from ropewalk.report.answer import answer, far_text, number, percent
-from ropewalk.report.frame import BROKEN, PROVENANCE, Runs, noting
+from ropewalk.report.frame import BROKEN, PROVENANCE, LeftOut, Runs, attempt
 from ropewalk.report.table import BEST_POSSIBLE, LEARNED, by_length, interval, over_seeds, results
 from ropewalk.run.directory import RunDir, read_training
 from ropewalk.run.processes import rank_zero_only
@@ -44,16 +44,9 @@ def html(runs: Runs, reference: str = "rope") -> str:
     for title, of_title in sections(runs, table):
         figures: list[tuple[str, str]] = []
         for draw in drawings(of_title, curves[curves.section == title]):
-            with noting(f"a figure of {title}", runs.left_out), contextlib.suppress(plot.NothingError):
-                figures.append((plot.svg(draw), plot.svg(draw, plot.NARROW)))
-        shown.append(
-            {
-                "title": title,
-                "answer": sentences(title, of_title, runs),
-                "figures": figures,
-                "grids": grids(of_title, runs.left_out),
-            }
-        )
+            figures += attempt(f"a figure of {title}", runs.left_out, _figure, draw)
+        said = attempt(f"the answer of {title}", runs.left_out, answer, of_title)
+        shown.append({"title": title, "answer": said, "figures": figures, "grids": grids(of_title, runs.left_out)})
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -90,44 +83,43 @@ def drawings(table: pd.DataFrame, curves: pd.DataFrame) -> list[Callable[[Any], 
     ]
 
 
-def sentences(title: str, table: pd.DataFrame, runs: Runs) -> list[str]:
-    """Return the answer of a section; nothing, and a line in `runs.left_out`, if there is none."""
-    with noting(f"the answer of {title}", runs.left_out):
-        return answer(table)
+def _figure(draw: Callable[[Any], object]) -> list[tuple[str, str]]:
+    """Return a figure as SVG for a wide and a narrow page, or nothing if there is nothing to draw."""
+    from ropewalk.report import plot
+
+    with contextlib.suppress(plot.NothingError):
+        return [(plot.svg(draw), plot.svg(draw, plot.NARROW))]
     return []
 
 
-def grids(table: pd.DataFrame, left_out: list[tuple[str, str]]) -> list[Grid]:
+def grids(table: pd.DataFrame, left_out: LeftOut) -> list[Grid]:
     """Return the tables of a section: an overview, the numbers of each measure, and in what the lines differ.
 
     A table that cannot be made is added to `left_out`.
     """
     rows = over_seeds(table)
-    result: list[Grid] = []
-    with noting("the overview", left_out):
-        text = by_length(rows)
-        if len(text):
-            result.append(overview(table, text))
+    result = attempt("the overview", left_out, overview, table)
     for (measure, quantity, _), of_measure in rows.groupby(["measure", "quantity", "eval"], sort=False):
-        with noting(f"the tables of {measure}", left_out):
-            if measure not in AS_GAINS or quantity == "gain":
-                result += numbers(of_measure)
-    with noting("the table of costs", left_out):
-        result.append(costs(rows))
+        if measure not in AS_GAINS or quantity == "gain":
+            result += attempt(f"the tables of {measure}", left_out, numbers, of_measure)
+    result += attempt("the table of costs", left_out, costs, rows)
     return [(title, cells) for title, cells in result if cells.size]
 
 
-def costs(rows: pd.DataFrame) -> Grid:
+def costs(rows: pd.DataFrame) -> list[Grid]:
     """Return the table of what each line was trained with, and what that took."""
     trained = rows[(rows.line == rows.base) & (rows.line != BEST_POSSIBLE)].drop_duplicates("line").set_index("line")
     columns = {"differs in": trained.settings, "runs": trained.run}
     for name, heading in COSTS.items():
         columns[heading] = trained[name].map("{:,.0f}".format, na_action="ignore")
-    return _grid("In what the lines differ, costs, and the runs of each", trained.reset_index(), columns)
+    return [_grid("In what the lines differ, costs, and the runs of each", trained.reset_index(), columns)]
 
 
-def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
-    """Return the first table: the verdict, gains, loss, share and far text of each line, lowest loss first."""
+def overview(table: pd.DataFrame) -> list[Grid]:
+    """Return the first table, if text was read: the verdict, gains, loss, share and far text of each line."""
+    text = by_length(over_seeds(table))
+    if text.empty:
+        return []
     longest = text.length.max()
     last = text[text.length == longest].set_index("line", drop=False)
     lines = last[last.line != BEST_POSSIBLE]
@@ -146,7 +138,7 @@ def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
     for (measure, quantity, _), rows in far_text(table).groupby(["measure", "quantity", "eval"]):
         words = f"{measure.replace('_', ' ')}: {quantity} from far text"
         columns[words] = _cells(rows)
-    return _grid(f"Gain over the cut text in {text.unit.iloc[0]}; lowest loss first", text, columns)
+    return [_grid(f"Gain over the cut text in {text.unit.iloc[0]}; lowest loss first", text, columns)]
 
 
 def numbers(rows: pd.DataFrame) -> list[Grid]:
@@ -210,8 +202,8 @@ def markdown(runs: Runs, reference: str = "rope") -> str:
     """Return the same words and tables, without figures."""
     lines = []
     for title, table in sections(runs, results(runs, reference)):
-        words = [f"- {escaped(sentence)}" for sentence in sentences(title, table, runs)]
-        lines += [f"## {escaped(title)}", "", *words, ""]
+        said = attempt(f"the answer of {title}", runs.left_out, answer, table)
+        lines += [f"## {escaped(title)}", "", *(f"- {escaped(sentence)}" for sentence in said), ""]
         for heading, cells in grids(table, runs.left_out):
             rows = list(cells.itertuples(name=None))
             lines += [f"{escaped(heading)}.", "", *markdown_table(["", *cells], rows), ""]

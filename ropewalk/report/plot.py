@@ -158,11 +158,10 @@ def errors(
 
 def _check(table: pd.DataFrame, columns: Sequence[str], function: str) -> None:
     """Raise ValueError unless a table has the columns of what `function` returns."""
-    if not isinstance(table, pd.DataFrame):
-        raise ValueError(f"table: {type(table).__name__} is no table; {function} returns one")
-    missing = [column for column in columns if column not in table]
+    missing = set(columns) - {*getattr(table, "columns", ())}
     if missing:
-        raise ValueError(f"table has no {', '.join(missing)}: take rows of what {function} returns, with all columns")
+        has_none = f"{type(table).__name__} has no columns {', '.join(sorted(missing)[:3])}"
+        raise ValueError(f"table: {has_none}; take rows of what {function} returns, with all columns")
 
 
 def _against_length(ax: Axes, rows: pd.DataFrame, column: str) -> pd.DataFrame:

@@ -15,7 +15,7 @@ import pandas as pd
 from ropewalk.evaluation import statistics
 from ropewalk.evaluation.results import LOWER_IS_BETTER
 from ropewalk.evaluation.statistics import Estimate, Sample, stacked
-from ropewalk.report.frame import AFTER, COSTS, PROVENANCE, START, Runs, compared, noting
+from ropewalk.report.frame import AFTER, COSTS, PROVENANCE, START, Runs, attempt, compared
 
 BEST_POSSIBLE = "best possible"  # the line of the best possible predictor, where it is known
 FAR = "far"  # the part that holds all parts which need text from beyond train_len
@@ -70,8 +70,7 @@ def results(runs: Runs, reference: str = "rope") -> pd.DataFrame:
     """
     tables = [pd.DataFrame(columns=COLUMNS)]
     for (section, kind, *_), rows in runs.results.groupby(["section", "kind", "quantity", "unit", "eval"]):
-        with noting(f"{kind} of {section}", runs.left_out):
-            tables.append(_compared(rows, runs, reference).astype(object))
+        tables += attempt(f"{kind} of {section}", runs.left_out, _compared, rows, runs, reference)
     table = pd.concat(tables, ignore_index=True).infer_objects()
     return table.astype({"seed": "Int64", "learned": "Int64", "rank": "Int64"})
 
@@ -126,7 +125,7 @@ def verdict(low: float, high: float, tolerance: float) -> str:
     return next(word for word, holds in rules.items() if holds)
 
 
-def _compared(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:
+def _compared(rows: pd.DataFrame, runs: Runs, reference: str) -> list[pd.DataFrame]:
     """Return the part of the long table about one quantity of one measure, of all lines measured on the same texts."""
     rows = rows.join(runs.runs["name"].rename("run"), on="path").sort_values("line", kind="stable")
     first = rows.iloc[0]
@@ -166,7 +165,7 @@ def _compared(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:
     table["tied"] = _tied(table, [e if e and sign * e.value >= 0 else None for e in behind])
     if not is_task:
         table = _paired(table, own, samples, behind)
-    return table.reindex(columns=COLUMNS)
+    return [table.reindex(columns=COLUMNS).astype(object)]
 
 
 def _of_seeds(rows: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import time
 
 import pytest
 from filelock import FileLock
@@ -30,15 +29,6 @@ def test_of_two_who_write_a_file_at_once_the_last_to_end_has_written_it(page):
         write_text(page, "second")
         assert page.read_text() == "second"
     assert page.read_text() == "first, and longer"
-
-
-def test_what_a_killed_writer_left_goes_once_nobody_can_be_writing_it(page):
-    leftover = page.with_name(".page.html.12ab.tmp")
-    for age, stays in {60: True, 2 * files.ABANDONED: False}.items():
-        leftover.write_text("half")
-        os.utime(leftover, (time.time() - age,) * 2)
-        write_text(page, "new")
-        assert leftover.exists() == stays
 
 
 def test_an_error_leaves_the_old_file_and_nothing_else(page):

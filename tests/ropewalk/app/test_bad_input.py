@@ -84,7 +84,6 @@ CASES = [
     ("init_optimizer=true", "init_from=RUN"),
     ("~pe", "pe=NAME"),
     ("pe={}", "pe={} changes nothing"),
-    ("pe=../pe/rope", "pe=../pe/rope: there is no such option"),
     ("runs_dir=/proc/no/runs", "runs_dir=/proc/no/runs: no directory can be made in /proc"),
     ("runs/rope-code", "KEY=VALUE"),
     ("pe=[rope,yarn]", "-m pe=rope,yarn"),

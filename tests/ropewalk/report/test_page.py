@@ -62,19 +62,14 @@ def test_the_first_table_has_the_gains_at_the_longest_text_and_its_best_line_fir
     assert list(first["gain at 2,048"].items()) == gains
 
 
-def test_what_cannot_be_made_of_a_section_is_left_out_alone(tmp_path):
-    """Here the answer, which says a word for every verdict, and a table, whose title says the settings of a measure."""
-    write_runs(tmp_path, "rope", "fox", kinds=["lengths", "ruler"])
-    table = ropewalk.runs(tmp_path)
+def test_a_table_that_cannot_be_made_is_left_out_alone(tmp_path):
+    """Here as its title says the settings of the measure."""
+    table = ropewalk.runs(write_run(tmp_path, "rope", kinds=["lengths", "ruler"]))
     whole = [title for title, _ in page.grids(table, [])]
     odd = table.assign(eval=table["eval"].mask(table.measure == "ruler", "no JSON"))
     left_out = []
     assert [title for title, _ in page.grids(odd, left_out)] == [title for title in whole if "Ruler" not in title]
-    ((what, _),) = left_out
-    assert what == "the tables of ruler"
-    runs = frame.load(tmp_path)
-    assert page.sentences("code", odd.drop(columns="unit"), runs) == []
-    assert runs.left_out[0][0] == "the answer of code"
+    assert {what for what, _ in left_out} == {"the tables of ruler"}
 
 
 def test_names_are_only_text(tmp_path):
