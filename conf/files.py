@@ -31,8 +31,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         ValueError: see `refuse_link`. A device would be replaced for the whole machine.
     """
     refuse_link(path)
-    # A name of its own for each writer: two programs may write the same page at once. What a killed process leaves,
-    # `RunDir.create` and `checkpoints.prune` find by this pattern, ".*.tmp".
+    # A name of its own for each writer: two programs may write the same page at once. What a killed process leaves in a
+    # run, `directory.lock` and `checkpoints.prune` find by this pattern, ".*.tmp".
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     # Renaming is atomic, but only what is on the disk survives a machine that stops: the content is synced before the
     # rename, and the folder, which holds the new name, after it.
@@ -186,6 +186,8 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
     Raises:
         ValueError: there is neither such a folder nor such a model.
     """
+    if not source:
+        raise ValueError("hf: needs a folder or the name of a model, as in hf:OWNER/NAME")
     if Path(source).is_dir():
         return Path(source)
     announce(f"fetches {source} from the Hugging Face hub, unless it is cached")

@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("scripts.evaluate")
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -37,7 +37,7 @@ class Arguments(Section):
     step: Count | None
     pe: dict[str, Any] | None = None
     eval: dict[str, Any]
-    measures: list[str | dict[str, Any]] | None
+    measures: list[Literal["lengths", "by_position", "far_copies", "ruler", "reach"] | dict[str, Any]] | None
     ruler: dict[str, Any]  # options of the measure of this name, as those of reach
     reach: dict[str, Any]
     device: str

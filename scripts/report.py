@@ -16,7 +16,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("scripts.report")
 
-import re
 import sys
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -31,14 +30,13 @@ from ropewalk.evaluation import archive
 from ropewalk.report import frame, page, table
 
 Format = Literal["html", "md", "csv", "svg", "png", "pdf", "parquet"]
-ENDS = "|".join(map(re.escape, get_args(Format)))
 TEXTS = {"md": page.markdown, "csv": page.csv, "html": page.html}
 
 
 class Arguments(Section):
     folders: Annotated[list[str], Field(min_length=1)] | str
     format: Format | None
-    out: Annotated[str, Field(pattern=rf"\.({ENDS})$")] | None
+    out: str | None
     reference: str
     only: list[str]
     exclude: list[str]
@@ -47,23 +45,28 @@ class Arguments(Section):
 
 @program(Arguments)
 def main(args: Arguments) -> None:
+    # The format that the file's name asks for; a page by default.
+    kind = args.format or Path(args.out or page.PAGE).suffix.removeprefix(".")
+    if kind not in get_args(Format):
+        raise ConfigError(f"out={args.out}: its end names the format, one of .{', .'.join(get_args(Format))}")
     folders = [args.folders] if isinstance(args.folders, str) else args.folders
     runs = frame.load(folders, args.only, args.exclude)
     if runs.runs.empty and not runs.left_out:
         asked = f" with a name as in only={args.only} exclude={args.exclude}" if args.only or args.exclude else ""
         raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
-    for path, reason in runs.left_out:
-        print(f"left out: {path}: {reason}", file=sys.stderr)
 
-    # The format that the file's name asks for; a page by default.
-    kind = args.format or Path(args.out or page.PAGE).suffix.removeprefix(".")
-    if args.out is None and kind in ("md", "csv"):
-        sys.stdout.write(printable(TEXTS[kind](runs, args.reference)))
-        return
     # In the first folder, as some of `folders` may be files of results; without one where the program runs.
     first_folder = next((Path(folder) for folder in folders if Path(folder).is_dir()), Path())
     out = Path(args.out or first_folder / Path(page.PAGE).with_suffix(f".{kind}"))
-    write(out, kind, runs, args)
+    is_printed = args.out is None and kind in ("md", "csv")
+    if is_printed:
+        sys.stdout.write(printable(TEXTS[kind](runs, args.reference)))
+    else:
+        write(out, kind, runs, args)
+    for path, reason in runs.left_out:
+        print(f"left out: {path}: {reason}", file=sys.stderr)
+    if is_printed:
+        return
     complete = sum(runs.runs.get("done", []))
     print(f"wrote {out}: {complete} complete runs, {len(runs.left_out)} left out")
 

@@ -115,10 +115,13 @@ def test_a_failing_tracker_is_a_warning_and_the_others_go_on(train, monkeypatch,
     assert any(name == "eval/gain@2x" for _, name, _ in shown_by_tensorboard(train.runs / "rope-text"))
 
 
-def test_wandb_has_the_results_of_the_report(trained):
+def test_wandb_has_the_results_of_the_report(trained, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
     run = trained(*QUICK, "eval.far_copies=true", "logger=wandb")
     summary = {}
+    projects = set()
     for record in wandb_records(run):
+        projects.add(record.run.project)
         summary |= items_of(record.summary.update)
 
     table = long_table(frame.load(run))
@@ -126,6 +129,7 @@ def test_wandb_has_the_results_of_the_report(trained):
     rows = table[table.measure == "lengths"].set_index("length")
     (far,) = table.value[(table.measure == "far_copies") & (table.part == "far") & (table.quantity == "gain")]
 
+    assert "theirs" in projects
     assert summary["eval/bits_per_byte@16"] == rows.value[16]
     assert summary["eval/gain@2x"] == rows.gain[32]
     assert summary["eval/verdict"] == rows.verdict[32]

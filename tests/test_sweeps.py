@@ -44,6 +44,11 @@ def test_a_stopped_sweep_is_continued(train):
     assert outcome.out.count("validation loss") == 1  # no table of the complete one
     assert {path: path.stat().st_mtime_ns for path in complete.rglob("*")} == before
 
+    page = complete / "report.html"
+    page.unlink()  # as if the process had been killed before the very last file
+    train(*sweep)
+    assert page.exists()
+
 
 def test_a_failing_job_is_named_and_the_others_go_on(train):
     with On(ROW, 2, power_cut):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from matplotlib.axes import Axes
 from pydantic import Field
@@ -29,7 +29,7 @@ Learned parameters are set by hand, to show what can be learned; only the attent
 
 
 class Arguments(Section):
-    encodings: list[str | dict[str, Any]] | None
+    encodings: Annotated[list[str | dict[str, Any]], Field(min_length=1)] | None
     run: str | None
     text: str | None
     out: str

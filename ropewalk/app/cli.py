@@ -27,7 +27,7 @@ from conf.options import CONF_DIR
 from ropewalk.app.compose import composed, plain, quoted
 from ropewalk.app.explain import ERRORS, check_overrides, explain, help_text
 from ropewalk.app.side_by_side import LAUNCHER, RESULT
-from ropewalk.run.stop import INTERRUPTED, STOPPED, die_with_parent
+from ropewalk.run.stop import INTERRUPTED, PARENT, STOPPED, die_with_parent
 
 if TYPE_CHECKING:  # the schema takes as long to import as all else that answers a typo
     from conf.schema import S
@@ -59,8 +59,10 @@ def run(module: str, schema: str | None = None) -> NoReturn:
     Args:
         schema: "module:class" of its configuration, to check this before `module` is imported.
     """
-    if LAUNCHER in os.environ:  # a sweep has started this process
-        die_with_parent(int(os.environ.pop(LAUNCHER)))
+    # A sweep has started this process, or rank zero of its run: it ends with that one, also while it still imports.
+    parent = int(os.environ.pop(LAUNCHER, "") or os.environ.get(PARENT, "") or os.getpid())
+    if parent != os.getpid():
+        die_with_parent(parent)
     if sys.stdout is None:  # closed, as by >&-
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):

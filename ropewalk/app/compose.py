@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from conf.errors import ConfigError
 from conf.options import CONF_DIR, folders
-from ropewalk.app.explain import explain
+from ropewalk.app.explain import check_overrides, explain
 
 
 @contextmanager
@@ -33,6 +33,7 @@ def composed(name: str, *overrides: str) -> Iterator[DictConfig]:
         with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
             config = hydra.compose(name, [*search_path, *overrides], return_hydra_config=True)
             HydraConfig.instance().set_config(config)
+            check_overrides()
             yield config
     except HydraException as error:
         raise ConfigError(explain(error)) from None

@@ -62,6 +62,8 @@ def check_overrides() -> None:
             remedy = "give it another value, as in logger=none, optim.grad_clip=null or pe=NAME"
             raise ConfigError(f"{override}: a program needs each of its keys; {remedy}")
         group, _, choice = override.partition("=")
+        if choice == "{}":
+            raise ConfigError(f"{override} changes nothing: name an option, as in pe=yarn, or a key, as in pe.scale=8")
         if choice.startswith("[") and group not in SEVERAL and (CONF_DIR / group).is_dir():
             each = choice.strip("[]")
             raise ConfigError(f"{override}: one option at a time; for a run of each write -m {group}={each}")

@@ -13,6 +13,7 @@ from ropewalk.app.configure import merged
 from ropewalk.app.explain import ERRORS, check_overrides, explain
 from ropewalk.app.resolve import resolve
 from ropewalk.evaluation.evaluator import is_measured
+from ropewalk.report.page import PAGE
 from ropewalk.run.directory import RunDir
 from ropewalk.run.processes import started_by
 
@@ -82,5 +83,5 @@ def _with_name(cfg: Config, varying: Sequence[str]) -> Config:
 
 
 def is_done(run: RunDir) -> bool:
-    """True if the run is complete, and measured as it asks for."""
-    return run.complete and is_measured(run.path, run.cfg)
+    """True if the run is complete, measured as it asks for, and has its page, which is written last."""
+    return run.complete and is_measured(run.path, run.cfg) and (run.path / PAGE).is_file()

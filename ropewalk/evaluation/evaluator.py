@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from conf.errors import ConfigError, nearest
+from conf.errors import ConfigError
 from conf.schema import Config
 from data.base import Data
 from model.gpt import GPT
@@ -94,8 +94,6 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
             plan = measure.plan(data, cfg)
         else:
             name = measure
-            if name not in MEASURES:
-                raise ConfigError(f"measures: there is no {name}{nearest(name, MEASURES)}")
             if name in meaningful(cfg, is_text=is_text):
                 plan = MEASURES[name](data, cfg)
         if plan is None:

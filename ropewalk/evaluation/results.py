@@ -7,6 +7,7 @@ make another file.
 import hashlib
 import json
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import BaseModel, Field, model_validator
 
-from conf.files import write_text
+from conf.files import refuse_link, write_text
 from ropewalk.evaluation.statistics import Sample, by_document, grouping
 from ropewalk.run.directory import read_file
 
@@ -236,6 +237,14 @@ def _means_over_tasks(rows: Sequence[Number]) -> Iterator[Number]:
         yield rows[0] | mean | {"sample": Sample(values, np.ones(values.size)), "value": values.sum() / values.size}
 
 
+def result_files(run: Path) -> list[Path]:
+    """The results files of a run, sorted. Raises ValueError: their folder is a link; OSError: it cannot be read."""
+    folder = refuse_link(run / "evals")
+    # Not `glob`, which finds nothing where this user may not read.
+    names = os.listdir(folder) if folder.exists() else []
+    return [folder / name for name in sorted(names) if name.endswith(".json")]
+
+
 def load_all(run: Path) -> list[Evaluation]:
     """Read all results of a run, in the order of their files. Raises ValueError: one is damaged."""
-    return [Evaluation.load(path) for path in sorted((run / "evals").glob("*.json"))]
+    return list(map(Evaluation.load, result_files(run)))

@@ -155,8 +155,12 @@ def read_model(source: str | Path) -> Pretrained:
         raise ValueError(f"{source} has model_type={kind!r}; these can be read: {', '.join(ARCHITECTURES)}")
     try:
         return _interpret(folder, values, kind)
-    except Exception as error:  # text where numbers belong, numbers out of range: the library raises many kinds
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    except Exception as error:  # text where numbers belong, a list too short: the library raises many kinds
+        settings = {key: value for key, value in values.items() if key.startswith("rope_")}
+        problem = f"transformers cannot use a setting, perhaps of {settings} ({type(error).__name__}: {error})"
+        raise ValueError(f"{path}: {problem}") from None
 
 
 def _interpret(folder: Path, values: dict[str, Any], kind: str) -> Pretrained:
@@ -203,13 +207,16 @@ def _architecture(config: Any, arch: Architecture) -> GPTConfig:
 
 
 def _bias(config: Any, arch: Architecture) -> Any:
-    """Return `model.bias` for a configuration; None, which is refused, if no value of it fits."""
+    """Return `model.bias` for a configuration. Raises ValueError: no value of it fits."""
     accepted = arch.limits.get("model.bias", (True,))
     if len(accepted) == 1:
         return accepted[0]
     # Architectures that accept several values have two settings: whether attention has biases, and whether the MLP has.
     pairs = {(False, False): False, (True, False): "attention", (True, True): True}
-    return pairs.get((getattr(config, "attention_bias", False), getattr(config, "mlp_bias", False)))
+    asked = getattr(config, "attention_bias", False), getattr(config, "mlp_bias", False)
+    if asked not in pairs:
+        raise ValueError("attention_bias={} with mlp_bias={} is not supported".format(*asked))
+    return pairs[asked]
 
 
 def _encodings(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,9 +14,9 @@ import numpy as np
 import pandas as pd
 
 from conf.errors import ConfigError, flatten
-from conf.files import printable, read_json, refuse_link
+from conf.files import printable, read_json
 from ropewalk.evaluation import archive
-from ropewalk.evaluation.results import Evaluation
+from ropewalk.evaluation.results import Evaluation, result_files
 from ropewalk.run.directory import FREE, read_config, read_metrics, read_training
 
 BEFORE, AFTER = "before training", "after training"  # readings of a run that starts from a model
@@ -29,6 +28,7 @@ IGNORED = (
     *FREE, "overwrite", "dry_run", "seed", "name", "init_from", "data.tokenizer", "trainer.log_every", "trainer.val_",
     "trainer.accelerator", "trainer.compile", "trainer.kernels", "training.",
 )  # fmt: skip
+BROKEN = "broken: "  # begins the reason why something is left out that should be there
 PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
 # What training.json records of a run; NaN where it has none.
 COSTS = {
@@ -92,7 +92,7 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     results = [pd.DataFrame(columns=RESULT_COLUMNS)]
     left_out: LeftOut = []
     for path in [*chosen, *archives]:
-        with _attempt(path, left_out):
+        with attempt(path, left_out):
             found, measured = archive.read(path) if path in archives else _read(path, left_out)
             found["key"] = found.config.map(_key)
             found = found[found["name"].map(is_chosen)]
@@ -110,14 +110,13 @@ def _concatenated(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 @contextmanager
-def _attempt(path: Path, left_out: LeftOut) -> Iterator[None]:
-    """Note an error instead of raising it."""
-    # One damaged run, whatever is wrong with it, must not prevent a report on the others.
+def attempt(what: object, left_out: LeftOut) -> Iterator[None]:
+    """Note why `what` is left out if an error is raised: the rest of a report stands, whatever is wrong with it."""
     try:
         yield
     except Exception as error:
-        reason = f"broken: {error}".splitlines()[0]
-        left_out.append((printable(path), printable(reason)))
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        left_out.append((printable(what), printable(BROKEN + reason)))
 
 
 def curves(runs: Runs) -> pd.DataFrame:
@@ -129,7 +128,7 @@ def curves(runs: Runs) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for path, of_run in about.to_dict("index").items():
         file = Path(path) / "metrics.jsonl"
-        with _attempt(file, runs.left_out):
+        with attempt(file, runs.left_out):
             of_file = list(read_metrics(Path(path))) if file.exists() else []  # runs in an archive have none
             rows += [{"path": path} | of_run | row for row in of_file]
     # A table has its columns, also if no run has a curve.
@@ -175,12 +174,9 @@ def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:
         value = config.get(key)
         run[cost] = float(value) if isinstance(value, int | float) else math.nan
     results: list[dict[str, Any]] = []
-    evals = refuse_link(path / "evals")
-    # Not `glob`, which finds nothing where this user may not read.
-    for name in sorted(os.listdir(evals)) if evals.exists() else []:
-        with _attempt(evals / name, left_out):
-            if name.endswith(".json"):
-                results += _results(evals / name, run)
+    for file in result_files(path):
+        with attempt(file, left_out):
+            results += _results(file, run)
     return pd.DataFrame([run]), pd.DataFrame(results, columns=None if results else RESULT_COLUMNS)
 
 
@@ -216,9 +212,9 @@ def _results(file: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _on_equal_texts(results: pd.DataFrame, left_out: LeftOut) -> pd.DataFrame:
-    """Return the rows without those of files that were measured on other texts than their settings say.
+    """Return the rows without those of files with other texts than most have that were read with their settings.
 
-    Runs are compared text by text, and equal settings promise equal texts: those that were read first.
+    Runs are compared text by text, and equal settings promise equal texts. Of as many the first are right.
     """
     # Sums over other documents could have equal sizes by chance, so the documents are compared as well. Rows of files
     # of many runs do not name them.
@@ -227,11 +223,14 @@ def _on_equal_texts(results: pd.DataFrame, left_out: LeftOut) -> pd.DataFrame:
         texts["kind"] = results.grouping.dropna().map(hash).reindex(results.index)
     is_odd = pd.Series(False, results.index)
     for by, found in texts.items():
-        expected = found.groupby([results[name] for name in ("kind", "eval", "part", "length", by)]).transform("first")
+        keys = [results[name] for name in ("kind", "eval", "part", "length", by)]
+        votes = found.groupby([*keys, found]).transform("size")
+        most_first = found[votes.sort_values(ascending=False, kind="stable").index]
+        expected = most_first.groupby(keys).transform("first").reindex(results.index)
         is_odd |= found.notna() & (found != expected)
     files = results.path + "/evals/" + results.file
     for row in results[is_odd].drop_duplicates(["path", "file"]).itertuples():
-        reason = f"broken: {row.part} at {row.length} was measured on other texts or documents than its settings say"
+        reason = f"{BROKEN}{row.part} at {row.length} was measured on other texts or documents than its settings say"
         left_out.append((files[row.Index], reason))
     return results[~files.isin(files[is_odd])]
 

@@ -55,7 +55,7 @@ class Wandb:
             name=run.cfg.name,
             config=config,
             dir=run.path,
-            project=options.project,
+            project=options.project or os.environ.get("WANDB_PROJECT") or "ropewalk",
             entity=options.entity,
             notes=options.notes,
             tags=[*options.tags, run.cfg.pe["name"], run.cfg.data["name"], f"seed {run.cfg.seed}"],

@@ -3,6 +3,7 @@
 On a terminal a run ends with a table and the answer.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -21,7 +22,7 @@ from conf.schema import Config
 from ropewalk.evaluation.results import Evaluation
 from ropewalk.report import frame
 from ropewalk.report.answer import answer, far_text, number, percent
-from ropewalk.report.frame import PROVENANCE, Runs
+from ropewalk.report.frame import BROKEN, PROVENANCE, LeftOut, Runs, attempt
 from ropewalk.report.table import BEST_POSSIBLE, LEARNED, by_length, interval, over_seeds, results
 from ropewalk.run.directory import RunDir, read_training
 from ropewalk.run.processes import rank_zero_only
@@ -44,14 +45,10 @@ def html(runs: Runs, reference: str = "rope") -> str:
     for title, of_title in sections(runs, table):
         figures = []
         for draw in drawings(of_title, curves[curves.section == title]):
-            # A figure that cannot be drawn is left out with its reason: the rest of the page stands.
-            try:
+            with attempt(f"a figure of {title}", runs.left_out), contextlib.suppress(plot.NothingError):
                 figures.append(plot.svg(draw(plot.new())))
-            except plot.NothingError:
-                continue
-            except Exception as error:
-                runs.left_out.append((f"a figure of {title}", printable(error)))
-        shown.append({"title": title, "answer": answer(of_title), "figures": figures, "grids": grids(of_title)})
+        said = answers(title, of_title, runs.left_out)
+        shown.append({"title": title, "answer": said, "figures": figures, "grids": grids(of_title, runs.left_out)})
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -86,19 +83,41 @@ def drawings(table: pd.DataFrame, curves: pd.DataFrame) -> list[Callable[[Any], 
     ]
 
 
-def grids(table: pd.DataFrame) -> list[Grid]:
-    """Return the tables of a section: an overview, the numbers of each measure, and in what the lines differ."""
+def answers(title: str, table: pd.DataFrame, left_out: LeftOut) -> list[str]:
+    """Return the answer of a section in sentences; none if it cannot be told, which is added to `left_out`."""
+    sentences: list[str] = []
+    with attempt(f"the answer of {title}", left_out):
+        sentences = answer(table)
+    return sentences
+
+
+def grids(table: pd.DataFrame, left_out: LeftOut) -> list[Grid]:
+    """Return the tables of a section: an overview, the numbers of each measure, and in what the lines differ.
+
+    A table that cannot be made is added to `left_out`.
+    """
     rows = over_seeds(table)
     text = by_length(rows)
-    result = [overview(table, text)] if len(text) else []
+    result = []
+    with attempt("the overview", left_out):
+        if len(text):
+            result.append(overview(table, text))
     for (measure, quantity, _), of_measure in rows.groupby(["measure", "quantity", "eval"], sort=False):
-        if measure not in AS_GAINS or quantity == "gain":
-            result += numbers(of_measure)
+        with attempt(f"the tables of {measure}", left_out):
+            if measure not in AS_GAINS or quantity == "gain":
+                result += numbers(of_measure)
+    with attempt("the table of costs", left_out):
+        result.append(costs(rows))
+    return [(title, cells) for title, cells in result if cells.size]
+
+
+def costs(rows: pd.DataFrame) -> Grid:
+    """Return the table of what each line was trained with, and what that took."""
     trained = rows[(rows.line == rows.base) & (rows.line != BEST_POSSIBLE)].drop_duplicates("line").set_index("line")
     columns = {"differs in": trained.settings, "runs": trained.run}
     for name, heading in COSTS.items():
         columns[heading] = trained[name].map("{:,.0f}".format, na_action="ignore")
-    return [*result, _grid("In what the lines differ, costs, and the runs of each", trained.reset_index(), columns)]
+    return _grid("In what the lines differ, costs, and the runs of each", trained.reset_index(), columns)
 
 
 def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
@@ -151,7 +170,7 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
             columns["seeds that learned it"] = of_seeds.learned.astype(str) + " of " + of_seeds.seeds.astype(str)
         measure = first.measure.replace("_", " ").capitalize()
         result.append(_grid(f"{measure} ({settings}): {title}", rows, columns))
-    return [grid for grid in result if grid[1].size]
+    return result
 
 
 def _cells(rows: pd.DataFrame, column: str = "value") -> pd.Series:
@@ -184,9 +203,9 @@ def markdown(runs: Runs, reference: str = "rope") -> str:
     """Return the same words and tables, without figures."""
     lines = []
     for title, table in sections(runs, results(runs, reference)):
-        sentences = [f"- {escaped(sentence)}" for sentence in answer(table)]
+        sentences = [f"- {escaped(sentence)}" for sentence in answers(title, table, runs.left_out)]
         lines += [f"## {escaped(title)}", "", *sentences, ""]
-        for heading, cells in grids(table):
+        for heading, cells in grids(table, runs.left_out):
             rows = list(cells.itertuples(name=None))
             lines += [f"{escaped(heading)}.", "", *markdown_table(["", *cells], rows), ""]
     return "\n".join(lines)
@@ -219,7 +238,7 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
         config["eval.tolerance"] = cfg.eval.tolerance
     table = results(runs)
     if only is None:
-        shown = grids(table)[:1]  # an overview: the page has all else
+        shown = grids(table, runs.left_out)[:1]  # an overview: the page has all else
     else:
         # The settings of a measure are written as by `frame`.
         asked = {(e.kind, json.dumps(e.eval, sort_keys=True)) for e in only}
@@ -227,7 +246,10 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
         table = table.loc[[measured in asked for measured in zip(table.measure, table["eval"], strict=True)]]
         # The measure by_position has a row for each of many positions: it is shown only if nothing else was asked for.
         others = table[table.measure != "by_position"]
-        shown = grids(table if others.empty else others)
+        shown = grids(table if others.empty else others, runs.left_out)
+    for what, reason in runs.left_out:
+        if reason.startswith(BROKEN):
+            print(printable(f"left out: {what}: {reason}"), file=sys.stderr)
     for title, cells in shown:
         print(printable(f"{run.name}: {title}\n{plain(cells)}\n"))
     print(*map(printable, answer(table)), sep="\n")

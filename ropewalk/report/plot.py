@@ -26,7 +26,7 @@ from matplotlib.lines import Line2D
 
 from conf.files import printable
 from ropewalk.report.frame import START
-from ropewalk.report.table import BEST_POSSIBLE, by_length, headline, interval, over_seeds, worst_part
+from ropewalk.report.table import BEST_POSSIBLE, COLUMNS, by_length, headline, interval, over_seeds, worst_part
 
 # Any two lines, the ink and the grey are at least 0.09 apart in Oklab, also as the colour-blind see them; the contrast
 # of a line to the paper is 3 or more.
@@ -66,7 +66,10 @@ def gain(
 
     Raises ValueError: the table has several sections, or no such line; NothingError: no run has measured that.
     """
-    column = {"itself": "gain", "reference": "lead"}[over]
+    _check(table, COLUMNS, "ropewalk.runs")
+    column = {"itself": "gain", "reference": "lead"}.get(over)
+    if column is None:
+        raise ValueError(f"over={over!r}: it should be 'itself' or 'reference'")
     rows = by_length(table)
     rows = rows[rows[column].notna() & ((rows.length >= rows.cut) | (column == "lead"))]
     if rows.empty:
@@ -98,6 +101,7 @@ def errors(
 
     Raises ValueError, NothingError: as `gain`.
     """
+    _check(table, COLUMNS, "ropewalk.runs")
     rows = by_length(table, "error")
     rows = rows[rows.value.notna()]
     if rows.empty:
@@ -114,6 +118,14 @@ def errors(
     limits = _limits(points.assign(seed=None), (0, 1))
     _draw(ax, points, _looks(rows, lines), limits, "{:.0f}")
     return ax
+
+
+def _check(table: pd.DataFrame, columns: Sequence[str], function: str) -> None:
+    """Raise ValueError unless a table has the columns of what `function` returns."""
+    missing = set(columns) - {*getattr(table, "columns", ())}
+    if missing:
+        has_none = f"{type(table).__name__} has no columns {', '.join(sorted(missing)[:3])}"
+        raise ValueError(f"table: {has_none}; take rows of what {function} returns, with all columns")
 
 
 def _against_length(ax: Axes, rows: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -141,6 +153,7 @@ def curves(
 
     Raises ValueError: there is no such line; NothingError: no run was validated several times.
     """
+    _check(table, ["label", "section", "step", "tokens"], "ropewalk.curves")
     validation = table.reindex(columns=["val/bits_per_byte", "val/error", "val/loss"])
     is_recorded = validation.notna()
     y = is_recorded.any().idxmax()  # the first that has a number; if none has, nothing was validated
@@ -225,6 +238,8 @@ def dressed(ax: Axes | None) -> Axes:
     """Return the Axes, or a new one that pyplot shows, with a grid and without a frame."""
     if ax is None:
         _, ax = plt.subplots(figsize=SIZE, layout="constrained")
+    if not isinstance(ax, Axes):
+        raise ValueError(f"ax={ax!r} is no Axes of matplotlib: leave it out for a figure of its own")
     ax.spines[["left", "right", "top"]].set_visible(False)
     ax.set_axisbelow(True)
     ax.grid(axis="y", color=LIGHT.grid)

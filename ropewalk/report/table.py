@@ -15,7 +15,7 @@ import pandas as pd
 from ropewalk.evaluation import statistics
 from ropewalk.evaluation.results import LOWER_IS_BETTER
 from ropewalk.evaluation.statistics import Estimate, Sample, stacked
-from ropewalk.report.frame import AFTER, COSTS, PROVENANCE, START, Runs, compared
+from ropewalk.report.frame import AFTER, COSTS, PROVENANCE, START, Runs, attempt, compared
 
 BEST_POSSIBLE = "best possible"  # the line of the best possible predictor, where it is known
 FAR = "far"  # the part that holds all parts which need text from beyond train_len
@@ -61,13 +61,15 @@ def results(runs: Runs, reference: str = "rope") -> pd.DataFrame:
     """Return the long table.
 
     Args:
+        runs: what cannot be compared is added to its `left_out`.
         reference: the label or encoding of the line that `difference` and `lead` are taken to. Of several lines of that
             encoding, or of all if none has it, it is the one with the most usual settings. The reference of a run that
             starts from a model is that model, if it was measured.
     """
     tables = [pd.DataFrame(columns=COLUMNS)]
-    for _, rows in runs.results.groupby(["section", "kind", "quantity", "unit", "eval"]):
-        tables.append(_compared(rows, runs, reference).astype(object))
+    for (section, kind, *_), rows in runs.results.groupby(["section", "kind", "quantity", "unit", "eval"]):
+        with attempt(f"{kind} of {section}", runs.left_out):
+            tables.append(_compared(rows, runs, reference).astype(object))
     table = pd.concat(tables, ignore_index=True).infer_objects()
     return table.astype({"seed": "Int64", "learned": "Int64", "rank": "Int64"})
 

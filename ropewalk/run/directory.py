@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -81,6 +82,7 @@ class RunDir:
     def check(self) -> None:
         """Raise ConfigError if another run or something else is in this place."""
         if not self.path.exists():
+            self._check_place()
             return
         if not self.begun:
             raise ConfigError(f"{self.path} exists and is not a run: choose another name=...")
@@ -102,6 +104,15 @@ class RunDir:
         if differences:
             title = f"{self.path} holds a run with another configuration:"
             raise ConfigError("\n".join([title, *differences, "choose another name=..., or delete that run"]))
+
+    def _check_place(self) -> None:
+        """Raise ConfigError if no directory can be made where this one is to lie."""
+        place = next(parent for parent in self.path.parents if parent.exists())
+        try:
+            tempfile.TemporaryDirectory(dir=place).cleanup()
+        except OSError as error:
+            problem = f"no directory can be made in {place} ({error.strerror})"
+            raise ConfigError(f"runs_dir={self.cfg.runs_dir}: {problem}") from None
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -151,9 +162,6 @@ class RunDir:
         """
         if self.begun:
             starts = read_environment(self.path).starts  # before anything changes: it may be damaged
-            # Nobody else may write here, so what lies here half written is of a process that was killed.
-            for leftover in [*self.path.glob(".*.tmp"), *self.path.glob("evals/.*.tmp")]:
-                leftover.unlink()
             self._extend()
             self._record_start(self.path, starts)
             return
@@ -226,6 +234,9 @@ def lock(run: Path) -> Iterator[None]:
         remedy = f"wait for it, or choose another name=...; if there is none, delete {file}"
         raise ConfigError(f"another process works on {run}: {remedy}") from None
     with held:
+        # Nobody else may write here, so what lies here half written is of a process that was killed.
+        for leftover in [*path.glob(".*.tmp"), *path.glob("evals/.*.tmp")]:
+            leftover.unlink()
         yield
 
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from ropewalk.run.stop import PARENT
+
 R = TypeVar("R")
-PARENT = "ROPEWALK_PARENT"  # process id of rank zero, set for the ranks that it starts
 ANOTHER_FAILED = 2  # exit code of a rank that ends because another one failed, which says why
 _on_rank_zero = False  # True inside a function that only rank zero runs
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 STOPPED = 75  # exit code, os.EX_TEMPFAIL "try again later": a job script requeues on it and on no other
 INTERRUPTED = 130  # after Ctrl-C, as in shells
+PARENT = "ROPEWALK_PARENT"  # environment variable: process id of rank zero, for the ranks that it starts
 
 
 BEGAN = time.monotonic()  # of this process: every program imports this at once

@@ -20,7 +20,6 @@ from model.layout import Layout, Packing
 from model.position.network import Encodings, exact_above
 from ropewalk.run.processes import (
     ANOTHER_FAILED,
-    PARENT,
     forget_other_launchers,
     gather,
     is_child,
@@ -29,7 +28,7 @@ from ropewalk.run.processes import (
     started_by,
     world_size,
 )
-from ropewalk.run.stop import die_with_parent
+from ropewalk.run.stop import PARENT, die_with_parent
 from ropewalk.training.context_parallel import Shared
 from ropewalk.training.hardware import Hardware
 

@@ -94,7 +94,7 @@ MISTAKES = {
     "pe=yarn pe.beta_fats=3": "did you mean pe.beta_fast",
     "pe=nope": "pe=nope (no encoding) cannot read weights trained with rope",
     "eval.lengths=[1000]": "lower eval.lengths",
-    "measures=[length]": "measures: there is no length; did you mean lengths?",
+    "measures=[length]": "measures=['length']: it should be 'lengths', 'by_position'",
     "measures=[ruler] ruler.tasks=[niah]": "ruler.tasks=['niah']: it should be 'niah_single'",
     "measures=[ruler] eval.lengths=[0.5,1]": "a text of 32 tokens has no room for niah_single",
     "measures=[far_copies] eval.lengths=[1]": "far_copies",

@@ -83,11 +83,13 @@ CASES = [
     ("pe=learned stages=[{steps:2,train_len:8,pe:{original_len:8}}]", "stages"),
     ("init_optimizer=true", "init_from=RUN"),
     ("~pe", "pe=NAME"),
+    ("pe={}", "pe={} changes nothing"),
+    ("runs_dir=/proc/no/runs", "runs_dir=/proc/no/runs: no directory can be made in /proc"),
     ("runs/rope-code", "KEY=VALUE"),
     ("pe=[rope,yarn]", "-m pe=rope,yarn"),
     ("--config-name=evil", "configuration=evil"),
     ("eval.lengths=" + 900 * "[" + 900 * "]", "recursion"),
-    ("init_from=hf:", "config.json cannot be read"),
+    ("init_from=hf:", "hf:OWNER/NAME"),
     ("init_from=runs/rope-train_len=32", "runs/rope-train_len=32/model.json is missing"),  # as a sweep names them
     # names of other programs, answered with ours
     ("trainer.precision=16-mixed", "bf16-mixed"),

@@ -56,10 +56,20 @@ def test_the_page_has_every_number_and_needs_nothing(tmp_path):
 def test_the_first_table_has_the_gains_at_the_longest_text_and_its_best_line_first(tmp_path):
     write_runs(tmp_path, "rope", "fox", "cope", variants=["yarn"])
     table = ropewalk.runs(tmp_path)
-    (_, first), *_ = page.grids(table)
+    (_, first), *_ = page.grids(table, [])
     last = over_seeds(table).query("length == 2048").sort_values("value")
     gains = [(row.line, amount(row.gain, row.gain_low, row.gain_high, "+")) for row in last.itertuples()]
     assert list(first["gain at 2,048"].items()) == gains
+
+
+def test_a_table_that_cannot_be_made_is_left_out_alone(tmp_path):
+    """Here as its title says the settings of the measure."""
+    table = ropewalk.runs(write_run(tmp_path, "rope", kinds=["lengths", "ruler"]))
+    whole = [title for title, _ in page.grids(table, [])]
+    odd = table.assign(eval=table["eval"].mask(table.measure == "ruler", "no JSON"))
+    left_out = []
+    assert [title for title, _ in page.grids(odd, left_out)] == [title for title in whole if "Ruler" not in title]
+    assert {what for what, _ in left_out} == {"the tables of ruler"}
 
 
 def test_names_are_only_text(tmp_path):

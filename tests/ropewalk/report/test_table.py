@@ -12,6 +12,7 @@ from scipy import stats
 from synthetic import TEXTS, edited, evaluate, write_run, write_runs
 
 from ropewalk.evaluation import archive
+from ropewalk.evaluation.results import load_all
 from ropewalk.report import frame
 from ropewalk.report.answer import answer
 from ropewalk.report.table import over_seeds, results
@@ -321,6 +322,37 @@ def test_a_run_is_left_out_that_is_damaged_or_measured_on_other_texts_than_its_s
     runs = frame.load(tmp_path)
     assert [reason.startswith("broken:") for _, reason in runs.left_out] == [True]
     assert set(results(runs).line) == {"alibi", "fox"}
+
+
+def test_of_runs_with_other_texts_most_are_right(tmp_path):
+    """Not the first by name."""
+    write_runs(tmp_path, "rope", "fox")
+    with edited(write_run(tmp_path, "alibi", name="a")) as values:
+        values["measured"][0] |= {"bytes": [1] * TEXTS}
+    runs = frame.load(tmp_path)
+    ((path, reason),) = runs.left_out
+    assert path.startswith(f"{tmp_path}/a/evals/lengths-alibi")
+    assert "text at 128 was measured on other texts" in reason
+    assert set(results(runs).line) == {"rope", "fox"}
+
+
+def test_a_folder_of_results_that_cannot_be_read_is_named(tmp_path):
+    write_run(tmp_path, "fox")
+    run = write_run(tmp_path, "rope")
+    shutil.rmtree(run / "evals")
+    (run / "evals").write_text("")
+    runs = frame.load(tmp_path)
+    assert [(path, reason.startswith("broken: ")) for path, reason in runs.left_out] == [(str(run), True)]
+    with pytest.raises(NotADirectoryError):
+        load_all(run)
+
+
+def test_a_measure_that_cannot_be_compared_is_left_out_alone(tmp_path):
+    write_run(tmp_path, "rope", kinds=["lengths", "ruler"])
+    runs = frame.load(tmp_path)
+    runs.results.loc[runs.results.kind == "ruler", "sample"] = None
+    assert set(results(runs).measure) == {"lengths"}
+    assert {what for what, _ in runs.left_out} == {"ruler of code, trained at 256 tokens"}
 
 
 def test_results_in_one_file_are_compared_like_their_runs(tmp_path):

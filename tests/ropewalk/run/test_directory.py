@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import edit
+from conftest import edit, snapshot
 
 from ropewalk.app.configure import train_values
 from ropewalk.app.resolve import resolve
@@ -34,8 +34,15 @@ def run(make):
 def test_what_a_kill_left_behind_is_removed(make, tmp_path):
     runs = tmp_path / "runs"
     (runs / ".it.partial" / "checkpoints").mkdir(parents=True)
-    make().create(DATA)
+    run = make()
+    run.create(DATA)
     assert os.listdir(runs) == ["it"]
+    (run.path / "evals").mkdir()
+    before = snapshot(run.path)
+    for name in (".report.html.1f.tmp", "evals/.lengths-rope.json.2e.tmp"):
+        (run.path / name).write_text("half")
+    with lock(run.path):
+        assert snapshot(run.path) == before
 
 
 def test_one_lock_for_all_that_write_into_a_run(make, run, tmp_path, monkeypatch):
