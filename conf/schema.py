@@ -115,10 +115,11 @@ class Eval(Section):
 
 
 class Logger(Section):
-    """The trackers that show a run. All other options are wandb's."""
+    """The trackers that show a run; `trackers` are loggers of Lightning's, by name. All other options are wandb's."""
 
     tensorboard: bool = False
     wandb: bool = False
+    trackers: dict[str, dict[str, Any]] = {}
     project: str | None = None
     mode: WandbMode | None = None
     entity: str | None = None

@@ -1,9 +1,10 @@
-"""Trackers that show metrics.jsonl and evals/ elsewhere: TensorBoard and wandb, or both at once.
+"""Trackers that show metrics.jsonl and evals/ elsewhere: TensorBoard, wandb and loggers of Lightning's, or several.
 
 On every start trackers are made anew and all rows are replayed, so each appears once, however often the run was
 interrupted. A tracker that fails only warns.
 """
 
+import inspect
 import os
 import shutil
 import warnings
@@ -13,6 +14,8 @@ from typing import Any
 
 import pandas as pd
 
+from conf import plugins
+from conf.errors import ConfigError, flatten
 from ropewalk.report import frame, page
 from ropewalk.report.answer import far_text
 from ropewalk.report.table import BEST_POSSIBLE, over_seeds, results
@@ -25,6 +28,7 @@ WANDB_COLUMNS = [
     "length", "quantity", "unit", "value", "low", "high", "gain",
 ]  # fmt: skip
 BY_LENGTH = "by_length"  # section of the charts against length
+PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio")  # of the options of `logger`
 
 
 def open_tensorboard(run: RunDir, _: dict[str, Any]) -> Any:
@@ -32,8 +36,21 @@ def open_tensorboard(run: RunDir, _: dict[str, Any]) -> Any:
     from lightning.fabric.loggers import TensorBoardLogger
 
     shutil.rmtree(run.path / "tensorboard", ignore_errors=True)
-    # The table of hyperparameters comes with the results: TensorBoard takes its columns from the first that it meets.
     return TensorBoardLogger(run.path, name="", version="tensorboard", default_hp_metric=False)
+
+
+def publish_in_tensorboard(tracker: Any, config: Mapping[str, Any], numbers: Mapping[str, float]) -> None:
+    """Show what was configured and what came out as a row of HPARAMS."""
+    from torch.utils.tensorboard.summary import hparams
+
+    columns = {key: value for key, value in flatten(config).items() if not key.endswith("_target_")}
+    # TensorBoard sorts the columns, capitals first, and shows only the first five unless asked.
+    main = {"Data": columns["data.name"], "Encoding": columns["pe.name"], "Seed": columns["seed"]}
+    columns = main | {"Training length": columns["train_len"]} | columns | dict(numbers)
+    cells = {key: cell if isinstance(cell, bool | int | float) else str(cell) for key, cell in columns.items()}
+    # As a metric of HPARAMS each number would be a chart with one dot, too. The table needs a metric: one it has.
+    for summary in hparams(cells, {"val/loss": 0.0}):
+        tracker.experiment.file_writer.add_summary(summary)
 
 
 class Wandb:
@@ -95,6 +112,36 @@ class Wandb:
 OPEN: dict[str, Callable[[RunDir, dict[str, Any]], Any]] = {"tensorboard": open_tensorboard, "wandb": Wandb}
 
 
+def own_class(kind: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the class of a tracker of `logger.trackers`, a Logger of Lightning's, if its constructor takes `options`.
+
+    Raises ValueError: it does not, or there is no such class.
+    """
+    from lightning.fabric.loggers import Logger
+
+    where = f"logger.trackers.{kind}"
+    cls = plugins.resolve(options.get("_target_", ""), Logger, home="lightning", group=where)  # type: ignore[type-abstract]
+    given = {key: value for key, value in options.items() if key != "_target_"}
+    try:
+        inspect.signature(cls).bind(**given)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}; it takes {inspect.signature(cls)}") from None
+    return cls
+
+
+def open_own(run: RunDir, config: dict[str, Any], kind: str) -> Any:
+    """Return a tracker of `logger.trackers`, which has been shown the configuration."""
+    options = dict(run.cfg.logger.trackers[kind])
+    cls = own_class(kind, options)
+    del options["_target_"]
+    for key, value in options.items():
+        if isinstance(value, str):
+            options[key] = value.format(name=run.cfg.name, run=run.path, run_id=run.run_id)
+    tracker = cls(**options)
+    tracker.log_hyperparams(config)
+    return tracker
+
+
 class Tracker:
     """Shows rows of metrics.jsonl (`log`) and the results in evals/ (`publish`) on rank zero.
 
@@ -111,11 +158,14 @@ class Tracker:
         self.config = run.cfg.model_dump() | dict(facts)
         # The options of `logger` have a flag for each kind in OPEN.
         kinds = [kind for kind in OPEN if getattr(run.cfg.logger, kind)]
-        for kind in kinds:
-            if not find_spec(kind):
+        own = run.cfg.logger.trackers
+        for kind in [*kinds, *own]:
+            if kind in PACKAGES and not find_spec(kind):
                 raise ValueError(f"logger={kind} needs a package: pip install {kind}")
+        for kind, options in own.items():
+            own_class(kind, options)
         # By kind, on rank zero: None until it is opened. One that fails is taken out.
-        self.trackers: dict[str, Any] = dict.fromkeys(kinds if is_rank_zero() else [])
+        self.trackers: dict[str, Any] = dict.fromkeys([*kinds, *own] if is_rank_zero() else [])
 
     def _each(self, act: Callable[[str, Any], None]) -> None:
         """Do something with every tracker; one that fails is left out from then on."""
@@ -128,7 +178,10 @@ class Tracker:
                 warnings.warn(f"logger={kind} failed, the run goes on without it: {error}", stacklevel=3)
 
     def _open(self, kind: str, _: None) -> None:
-        self.trackers[kind] = OPEN[kind](self.run, self.config)
+        if kind in OPEN:
+            self.trackers[kind] = OPEN[kind](self.run, self.config)
+        else:
+            self.trackers[kind] = open_own(self.run, self.config, kind)
 
     def __enter__(self) -> None:
         self._each(self._open)
@@ -140,7 +193,7 @@ class Tracker:
     def log(self, row: Mapping[str, Any]) -> None:
         # Trackers group metrics by what stands before the slash. Any of them can be an axis, train/seconds too.
         values = {name if "/" in name else f"train/{name}": value for name, value in row.items() if name != "step"}
-        self._each(lambda _, tracker: tracker.log_metrics(values, row["step"]))
+        self._each(lambda kind, tracker: tracker.log_metrics(_shown(kind, values), row["step"]))
 
     def publish(self) -> None:
         """Show the results of a run that is complete."""
@@ -154,15 +207,33 @@ class Tracker:
             tracker.publish(runs, table, metrics)
             return
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
-        tracker.log_hyperparams(self.config, numbers, step=int(table.step.max()))
-        # TensorBoard has no axis but the step, which is here a length.
+        if kind == "tensorboard":
+            publish_in_tensorboard(tracker, self.config, numbers)
+        else:
+            # MLflow has names without @.
+            named = {name.replace("@", " at "): number for name, number in numbers.items()}
+            tracker.log_metrics(named, int(table.step.max()))
+        # They have no axis but the step, which is here a length.
         for length, values in length_curves(table).items():
-            tracker.log_metrics(values, length)
+            tracker.log_metrics(_shown(kind, values), length)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         stopped = isinstance(error, SystemExit) and error.code in (STOPPED, INTERRUPTED)
         status = "success" if error is None or stopped else "failed"
         self._each(lambda _, tracker: tracker.finalize(status))
+
+
+def _shown(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by the names that a tracker has for them."""
+    if kind != "tensorboard":
+        return dict(values)
+    # It sorts its sections: train comes first by these.
+    sections = {BY_LENGTH: "vs_length", "position": "val/position"}
+    named = {}
+    for name, value in values.items():
+        section, _, rest = name.partition("/")
+        named[f"{sections.get(section, section)}/{rest}"] = value
+    return named
 
 
 def summary_metrics(table: pd.DataFrame) -> dict[str, float | str]:

@@ -1,0 +1,35 @@
+"""Trackers beside those of Lightning: each a class for `logger.trackers`."""
+
+from argparse import Namespace
+from typing import Any
+
+from lightning.fabric.loggers import Logger
+
+
+class Trackio(Logger):
+    """Trackio (https://github.com/gradio-app/trackio): runs in a local database, or in a space of the hub.
+
+    The run there begins anew when a run is resumed, since all rows are shown again.
+    """
+
+    def __init__(self, *, project: str, name: str, space_id: str | None = None) -> None:
+        self._place = {"project": project, "name": name, "space_id": space_id}
+
+    @property
+    def name(self) -> str | None:
+        return self._place["name"]
+
+    @property
+    def version(self) -> None:
+        return None
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        import trackio
+
+        self.run: Any = trackio.init(**self._place, config=params, embed=False)
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.run.log(dict(metrics), step=step)
+
+    def finalize(self, status: str) -> None:
+        self.run.finish()
