@@ -2,7 +2,7 @@
 
 _RESUME = "the same command resumes a run; init_from=RUN starts another one from its weights"
 _NO_CALLBACKS = "there are no callbacks: the loop is `Training.fit` in train.py, where a line of yours has its place"
-_ADAMW = "AdamW is the only optimizer: its keys are optim.lr, optim.weight_decay and so on"
+_OPTIMIZER = "optim=adamw, optim=muon, or another: 'optim.optimizer={_target_: torch.optim.SGD, momentum: 0.9}'"
 _TRIAL = "experiment=quick is a run of seconds"
 _FILES = "data=text data.files='FOLDER/**/*' reads your own files"
 _HUB = "data=hf data.path=OWNER/NAME reads a dataset of the hub"
@@ -91,9 +91,9 @@ FOREIGN = {
     "num_sanity_val_steps": "each run reads a text of every kind before its first step",
     "num_nodes": "torchrun and srun, which start processes on several machines, say how many there are",
     "num_train_epochs": "trainer.max_steps",
-    "optim.name": _ADAMW,
-    "optim=str": _ADAMW,
-    "optimizer": _ADAMW,
+    "optim.name": _OPTIMIZER,
+    "optim=str": _OPTIMIZER,
+    "optimizer": _OPTIMIZER,
     "overfit_batches": _TRIAL,
     "out_dir": "runs_dir is the folder of the runs, name=... that of this one",
     "output_dir": "runs_dir is the folder of the runs, name=... that of this one",

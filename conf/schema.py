@@ -75,6 +75,7 @@ class Optim(Section):
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
     decay_share: float = Field(0.2, ge=0, le=1)
     pe_lr_scale: float = Field(1.0, gt=0)
+    optimizer: dict[str, Any] | None = None
 
 
 class Trainer(Section):
