@@ -85,6 +85,7 @@ class Trainer(Section):
     log_every: Count
     val_every: Count
     val_tokens: Count
+    sample_every: int = Field(0, ge=0, le=2**31 - 1)
     checkpoint_every: Count
     checkpoint_minutes: float = Field(gt=0)
     positions: Literal["consecutive", "random", "pose"]

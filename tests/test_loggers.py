@@ -1,7 +1,9 @@
 """Trackers show metrics.jsonl and the results, number by number, and cannot harm a run."""
 
 import ast
+import html
 import json
+import re
 import struct
 from collections import defaultdict
 
@@ -137,7 +139,27 @@ def test_tensorboard_has_no_chart_of_one_dot_and_first_what_matters(trained):
     assert sorted(columns)[:4] == ["Data", "Encoding", "Seed", "Training length"]  # as it shows them
     assert columns["Encoding"] == columns["pe.name"] == "rope"
     assert columns["eval/bits_per_byte@16"] == table.value[16]
+    assert columns["eval/verdict"] == table.verdict[32]
     assert sorted(sections) == ["train", "val", "vs_length"]  # the order in which it shows them
+
+
+def test_samples_are_in_the_log_and_in_trackers_and_change_no_number(train, straight):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = train(*QUICK, "trainer.sample_every=3", "logger=[tensorboard,wandb]").out
+    run = train.runs / "rope-text"
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    in_tensorboard = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("samples/text_summary")]
+    in_wandb = [html.unescape(page.read_text()) for page in run.glob("wandb/offline-run-*/files/media/html/samples_*")]
+    texts = re.findall(r"text: .*\nwritten: .*", out)
+
+    assert in_tensorboard == [f"```\n{text}\n```" for text in texts]
+    assert len(texts) == len(in_wandb) == 2
+    assert all(any(text in page for page in in_wandb) for text in texts)
+
+    losses = [row["train/loss"] for row in read_metrics(run)]
+
+    assert losses == [row["train/loss"] for row in read_metrics(straight(*QUICK))]
 
 
 MINE = """

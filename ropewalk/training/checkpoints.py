@@ -37,6 +37,13 @@ class Progress(BaseModel, extra="forbid", strict=True):
     loss_sum: float = 0.0  # since the last row: sum over steps of mean loss x share of scored targets
     loss_weight: float = 0.0  # since the last row: sum of these shares
 
+    def begin_row(self) -> None:
+        """A row has been written: what follows belongs to the next one."""
+        self.rows += 1
+        self.logged_step = self.step
+        self.logged_seconds = self.seconds
+        self.loss_sum = self.loss_weight = 0.0
+
 
 def path_of(folder: Path, step: int) -> Path:
     """The file of the checkpoint after `step` steps."""
