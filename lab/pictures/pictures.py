@@ -265,17 +265,24 @@ def draw_attention(title: str, ranges: Sequence[str], shares: Tensor, ax: Axes) 
 
 def heat_map(ax: Axes, rows: Mapping[str, Tensor], columns: Sequence[str]) -> None:
     """Draw shares in percent, a row of them for each name."""
+    shares_on(ax, rows)
+    for number, shares in enumerate(rows.values()):
+        for column, share in enumerate(shares.tolist()):
+            words = f"{100 * share:.0f}"
+            ax.text(column + 0.5, number + 0.5, words, ha="center", va="center", color=LIGHT.ink, fontsize=8)
+    ax.set_xticks(np.arange(len(columns)) + 0.5, columns)
+
+
+def shares_on(ax: Axes, rows: Mapping[str, Tensor]) -> None:
+    """Draw shares as more or less of a colour, a row of them for each name."""
     dressed(ax)
     for number, shares in enumerate(rows.values()):
         for column, share in enumerate(shares.tolist()):
             # A share is how much of one colour there is, so that it is right on a light and on a dark page.
             look = {"facecolor": LINES[0], "alpha": min(1.0, 0.75 * share), "linewidth": 0}
             ax.add_patch(Rectangle((column + 0.02, number + 0.02), 0.96, 0.96, **look))
-            words = f"{100 * share:.0f}"
-            ax.text(column + 0.5, number + 0.5, words, ha="center", va="center", color=LIGHT.ink, fontsize=8)
-    ax.set_xlim(0, len(columns))
+    ax.set_xlim(0, len(next(iter(rows.values()))))
     ax.set_ylim(len(rows), 0)
-    ax.set_xticks(np.arange(len(columns)) + 0.5, columns)
     ax.set_yticks(np.arange(len(rows)) + 0.5, rows)
     ax.grid(visible=False)
 
