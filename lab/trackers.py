@@ -12,21 +12,15 @@ class Trackio(Logger):
     The run there begins anew when a run is resumed, since all rows are shown again.
     """
 
+    name = version = None
+
     def __init__(self, *, project: str, name: str, space_id: str | None = None) -> None:
-        self._place = {"project": project, "name": name, "space_id": space_id}
-
-    @property
-    def name(self) -> str | None:
-        return self._place["name"]
-
-    @property
-    def version(self) -> None:
-        return None
+        self.place = {"project": project, "name": name, "space_id": space_id}
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         import trackio
 
-        self.run: Any = trackio.init(**self._place, config=params, embed=False)
+        self.run: Any = trackio.init(**self.place, config=params, embed=False)
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         self.run.log(dict(metrics), step=step)

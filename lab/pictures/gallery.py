@@ -12,7 +12,7 @@ import ropewalk
 from conf.files import write_bytes, write_text
 from conf.options import encoding, encoding_names
 from conf.schema import Count, Section
-from lab.pictures import counts, pictures
+from lab.pictures import pictures
 from model.position import Shape
 from model.position.rotary import Rotary
 from ropewalk.report import plot
@@ -100,9 +100,9 @@ def drawn_run(run: str, args: Arguments) -> dict[str, Draw]:
         title = f"{Path(run).name}, {length:,} tokens"
         drawn[f"attention-{length}"] = partial(pictures.draw_attention, title, ranges, shares)
 
-    ids = ids[: model.net.train_len] if args.text else counts.question(model.data, model.net.train_len)
+    ids = ids[: model.net.train_len] if args.text else pictures.question(model.data, model.net.train_len)
     words = [repr(model.data.decode([token]))[1:-1] for token in ids.tolist()]
-    for layer, kind, shares in counts.of_text(model.net, ids):
+    for layer, kind, shares in pictures.counted(model.net, ids):
         title = f"{Path(run).name}, layer {layer}"
-        drawn[f"{kind}-{layer}"] = partial(counts.draw, title, kind, shares, words)
+        drawn[f"{kind}-{layer}"] = partial(pictures.draw_counted, title, kind, shares, words)
     return drawn

@@ -6,6 +6,7 @@ interrupted. A tracker that fails only warns.
 
 import inspect
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -145,9 +146,10 @@ def opener(run: RunDir, kind: str) -> Callable[[RunDir, dict[str, Any]], Any]:
     where = f"logger.trackers.{kind}"
     options = dict(run.cfg.logger.trackers[kind])
     cls: Any = plugins.resolve(options.pop("_target_", ""), Logger, "lightning", where)
+    named = {"name": run.cfg.name, "run": run.path, "run_id": run.run_id}
     for key, value in options.items():
         if isinstance(value, str):
-            options[key] = value.format(name=run.cfg.name, run=run.path, run_id=run.run_id)
+            options[key] = re.sub(r"\{(name|run|run_id)\}", lambda place: str(named[place[1]]), value)
     try:
         inspect.signature(cls).bind(**options)
     except TypeError as error:

@@ -11,7 +11,7 @@ import torch
 from conftest import ENCODINGS, PRESETS, ROOT, attend, build_gpt, build_pe, data_options, normal, pe_options
 
 from data.base import build_data
-from lab.pictures import counts, pictures
+from lab.pictures import pictures
 from lab.pictures.attention_weights import attended, weights_of
 from model.position import Shape
 from model.position.network import view
@@ -88,7 +88,7 @@ def test_what_is_counted_and_kept_is_as_the_formulas_say(name):
 
     ids = torch.arange(12)
     net.hidden_states(ids[None], encodings=[view(pe, attend=recorder(pe)) for pe in net.encodings])
-    found = counts.of_text(net, ids)
+    found = pictures.counted(net, ids)
 
     assert [layer for layer, _, _ in found] == [1, 2]
     for (q, k, state), (_, kind, shares) in zip(seen, found, strict=True):
@@ -103,7 +103,7 @@ def test_what_is_counted_and_kept_is_as_the_formulas_say(name):
 
 def test_a_question_of_a_task_ends_where_the_answer_is_asked_for():
     data = build_data(data_options("counting"))
-    ids = counts.question(data, 64)
+    ids = pictures.question(data, 64)
     assert data.decode(ids[-1:].tolist()) == "a?"
     assert len(ids) == 64
 
