@@ -1,4 +1,7 @@
-"""Muon for matrices beside AdamW for all else, as one optimizer."""
+"""Muon for matrices beside AdamW for all else, as one optimizer.
+
+For: optim=muon. Shown: docs/log/learning_rates.md, on Markov texts. Leaves: when PyTorch has both in one optimizer.
+"""
 
 from typing import Any
 
@@ -30,11 +33,11 @@ class Muon(torch.optim.Optimizer):
                 named = [(name, p) for name, p in group["params"] if is_hidden_matrix(name, p) is is_hidden]
                 if named:
                     chosen.append(group | {"params": named, "muon": is_hidden})
-        self.parts: dict[bool, torch.optim.Optimizer] = {}
-        if groups[True]:
-            self.parts[True] = torch.optim.Muon(groups[True], lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
-        if groups[False]:
-            self.parts[False] = torch.optim.AdamW(groups[False], lr=lr, betas=betas)
+        # A network has parameters of both kinds.
+        self.parts: dict[bool, torch.optim.Optimizer] = {
+            True: torch.optim.Muon(groups[True], lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"),
+            False: torch.optim.AdamW(groups[False], lr=lr, betas=betas),
+        }
         super().__init__([group for part in self.parts.values() for group in part.param_groups], {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -1,4 +1,7 @@
-"""Trackers beside those of Lightning: each a class for `logger.trackers`."""
+"""Trackers beside those of Lightning: each a class for `logger.trackers`.
+
+For: logger=trackio. Shown: a run's rows are in it once. Leaves: when Lightning has a logger for it.
+"""
 
 from argparse import Namespace
 from typing import Any
