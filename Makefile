@@ -9,7 +9,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=wor
 
 # uv finds the environment by VIRTUAL_ENV, which pip ignores.
 INSTALL = PIP_DISABLE_PIP_VERSION_CHECK=1 VIRTUAL_ENV=$(abspath $(VENV)) $(PIP) install --quiet $(CONSTRAINTS) --editable
-BOARD = ROPEWALK_PLUGINS=board $(BIN)/python scripts/enter.py
+BOARD = $(BIN)/python scripts/enter.py
 
 .PHONY: train demo walk board test test-fast mutants lint clean
 

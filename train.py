@@ -136,6 +136,7 @@ class Due(NamedTuple):
     measuring: bool
     saving: bool
     showing: bool  # how far it is, on the screen
+    sampling: bool
     stopping: bool
 
 
@@ -213,7 +214,7 @@ class Training:
                 norms.append(norm)
 
                 due = self.due(step, time.perf_counter() - saved, told_to_stop=bool(signals), showing=screen.is_due())
-                if due.logging or due.measuring or due.saving or due.showing:
+                if due.logging or due.measuring or due.saving or due.showing or due.sampling:
                     # A GPU only queues steps. Reading their norms waits for them, and then the clock is read.
                     check_finite(self.net, norms, step, cfg.optim)
                     norms.clear()
@@ -227,6 +228,8 @@ class Training:
                         totals.zero_()
                     elif due.showing:
                         screen.show(rows.training_row(progress, cfg))
+                    if due.sampling:
+                        logger.sample(self.evaluator.sample(), step)
                     if due.measuring:
                         self.evaluator.measure(run, step)
                     if due.saving:
@@ -262,6 +265,7 @@ class Training:
             measuring=step in self.cfg.eval.at,
             saving=step % t.checkpoint_every == 0 or last or late or stopping,
             showing=showing,
+            sampling=t.sample_every > 0 and step % t.sample_every == 0,
             stopping=stopping,
         )
 
@@ -339,10 +343,7 @@ class Training:
             row |= rows.validation_row(validation, metrics_of(self.net.encodings))
         processes.on_rank_zero(lambda: run.append(row))
         logger.log(row)
-        progress.rows += 1
-        progress.logged_step = progress.step
-        progress.logged_seconds = progress.seconds
-        progress.loss_sum = progress.loss_weight = 0.0
+        progress.begin_row()
         return row
 
 

@@ -2,7 +2,8 @@
 
 _RESUME = "the same command resumes a run; init_from=RUN starts another one from its weights"
 _NO_CALLBACKS = "there are no callbacks: the loop is `Training.fit` in train.py, where a line of yours has its place"
-_ADAMW = "AdamW is the only optimizer: its keys are optim.lr, optim.weight_decay and so on"
+_OPTIMIZER = "optim=adamw, optim=muon, or another: 'optim.optimizer={_target_: torch.optim.SGD, momentum: 0.9}'"
+_LOGGER = "a logger of Lightning's by its _target_: docs/usage.md, Watching runs, has the command"
 _TRIAL = "experiment=quick is a run of seconds"
 _FILES = "data=text data.files='FOLDER/**/*' reads your own files"
 _HUB = "data=hf data.path=OWNER/NAME reads a dataset of the hub"
@@ -40,6 +41,7 @@ FOREIGN = {
     "devices=list": "CUDA_VISIBLE_DEVICES=0,1 chooses devices, and trainer.devices=2 is their number",
     "dim": "model.dim",
     "enable_checkpointing": "trainer.checkpoint_every",
+    "epochs": "trainer.max_steps",
     "eval_interval": "trainer.val_every",
     "eval_iters": "trainer.val_tokens",
     "enable_progress_bar": "a terminal has a bar, and a file has lines",
@@ -65,6 +67,10 @@ FOREIGN = {
     "limit_val_batches": "trainer.val_tokens",
     "log_interval": "trainer.log_every",
     "logger=csv": "metrics.jsonl of the run has all rows; pandas.read_json(FILE, lines=True) reads it",
+    "logger=aim": _LOGGER,
+    "logger=comet": _LOGGER,
+    "logger=many_loggers": "logger=[tensorboard,wandb], or others",
+    "logger=neptune": _LOGGER,
     "logger.name": "name=... names the run, everywhere",
     "logging_steps": "trainer.log_every",
     "lr": "optim.lr",
@@ -91,9 +97,11 @@ FOREIGN = {
     "num_sanity_val_steps": "each run reads a text of every kind before its first step",
     "num_nodes": "torchrun and srun, which start processes on several machines, say how many there are",
     "num_train_epochs": "trainer.max_steps",
-    "optim.name": _ADAMW,
-    "optim=str": _ADAMW,
-    "optimizer": _ADAMW,
+    "optim.name": _OPTIMIZER,
+    "optim=str": _OPTIMIZER,
+    "optim.optimizer._target_": _OPTIMIZER,
+    "optimizer": _OPTIMIZER,
+    "optimizer=str": _OPTIMIZER,
     "overfit_batches": _TRIAL,
     "out_dir": "runs_dir is the folder of the runs, name=... that of this one",
     "output_dir": "runs_dir is the folder of the runs, name=... that of this one",
@@ -129,6 +137,9 @@ FOREIGN = {
     "tensorboard": "logger=tensorboard",
     "time_limit": "trainer.time_limit",
     "train_len": "train_len",
+    "trainer=cpu": "trainer.accelerator=cpu",
+    "trainer=gpu": "trainer.accelerator=gpu; trainer=ddp trains on all GPUs",
+    "trainer=mps": "trainer.accelerator=mps",
     "trainer.logger": "logger=wandb, or another",
     "val_check_interval": "trainer.val_every",
     "vocab_size": "data.tokenizer decides it, as in data.tokenizer=train:4096",

@@ -39,6 +39,11 @@ def kernels() -> Any:
     return import_module("lab.kernels")
 
 
+def allow(package: str) -> None:
+    """Let classes of a package be named, here and in the processes that this one starts, as ROPEWALK_PLUGINS does."""
+    os.environ[PLUGINS] = f"{os.environ.get(PLUGINS, '')},{package}"
+
+
 def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
     """Return the concrete subclass of `base` that a `_target_` such as "data.text.TextFiles" names.
 

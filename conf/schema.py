@@ -75,6 +75,7 @@ class Optim(Section):
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
     decay_share: float = Field(0.2, ge=0, le=1)
     pe_lr_scale: float = Field(1.0, gt=0)
+    optimizer: dict[str, Any] | None = None
 
 
 class Trainer(Section):
@@ -84,6 +85,7 @@ class Trainer(Section):
     log_every: Count
     val_every: Count
     val_tokens: Count
+    sample_every: int = Field(0, ge=0, le=2**31 - 1)
     checkpoint_every: Count
     checkpoint_minutes: float = Field(gt=0)
     positions: Literal["consecutive", "random", "pose"]
@@ -115,10 +117,11 @@ class Eval(Section):
 
 
 class Logger(Section):
-    """The trackers that show a run. All other options are wandb's."""
+    """The trackers that show a run; `trackers` are loggers of Lightning's, by name. All other options are wandb's."""
 
     tensorboard: bool = False
     wandb: bool = False
+    trackers: dict[str, dict[str, Any]] = {}
     project: str | None = None
     mode: WandbMode | None = None
     entity: str | None = None

@@ -3,7 +3,7 @@
 python scripts/judge.py pe=mine                                  on data=markov, minutes on a CPU
 python scripts/judge.py pe=mine pe.horizon=32 experiment=compare     on source code
 python scripts/judge.py pe=yarn pe.scale=8 against=rerope seeds=5 data=text data.files='corpus/**/*.py'
-ROPEWALK_PLUGINS=board python scripts/judge.py entry=board/2026-11-30-mine     the encoding of an entry of the board
+python scripts/judge.py entry=board/2026-11-30-mine              the encoding of an entry of the board
 
 The other keys are those of train.py and hold for both sides, but for pe.*. The same command resumes. The verdict lies
 in RUNS_DIR/verdicts/ as JSON. Each verdict of a folder is a try and makes the intervals of later ones wider: see

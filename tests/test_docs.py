@@ -177,7 +177,7 @@ def test_tables_and_picture_follow_from_the_results(tmp_path):
         assert copy.read_bytes() == path.read_bytes(), f"run python docs/results.py: {path.name}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_notebook_runs(monkeypatch):
     """In the folder it lies in; what it claims is asserted in its cells."""
     monkeypatch.chdir(ROOT / "docs")

@@ -1,10 +1,14 @@
 """Trackers show metrics.jsonl and the results, number by number, and cannot harm a run."""
 
+import ast
+import html
 import json
+import re
 import struct
 from collections import defaultdict
 
 import numpy as np
+import pandas as pd
 import pytest
 from differences import differences
 from process_helpers import On, power_cut
@@ -112,7 +116,135 @@ def test_a_failing_tracker_is_a_warning_and_the_others_go_on(train, monkeypatch,
     with pytest.warns(UserWarning, match="logger=wandb failed, the run goes on without it: disk full"):
         train(*QUICK, "logger=[wandb,tensorboard]")
 
-    assert any(name == "eval/gain@2x" for _, name, _ in shown_by_tensorboard(train.runs / "rope-text"))
+    assert columns_of_tensorboard(train.runs / "rope-text")["eval/gain@2x"]
+
+
+def columns_of_tensorboard(run) -> dict:
+    """The row of HPARAMS."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    written = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    info = HParamsPluginData.FromString(written).session_start_info
+    return {key: getattr(value, value.WhichOneof("kind")) for key, value in info.hparams.items()}
+
+
+def test_tensorboard_has_no_chart_of_one_dot_and_first_what_matters(trained):
+    run = trained(*QUICK, "logger=tensorboard")
+    columns = columns_of_tensorboard(run)
+    table = long_table(frame.load(run)).query("line == 'rope' and seed.isna()").set_index("length")
+    sections = {name.partition("/")[0] for _, name, _ in shown_by_tensorboard(run)}
+
+    assert sorted(columns)[:4] == ["Data", "Encoding", "Seed", "Training length"]  # as it shows them
+    assert columns["Encoding"] == columns["pe.name"] == "rope"
+    assert columns["eval/bits_per_byte@16"] == table.value[16]
+    assert columns["eval/verdict"] == table.verdict[32]
+    assert sorted(sections) == ["train", "val", "vs_length"]  # the order in which it shows them
+
+
+def test_samples_are_in_the_log_and_in_trackers_and_change_no_number(train, straight):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = train(*QUICK, "trainer.sample_every=3", "logger=[tensorboard,wandb]").out
+    run = train.runs / "rope-text"
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    in_tensorboard = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("samples/text_summary")]
+    in_wandb = [html.unescape(page.read_text()) for page in run.glob("wandb/offline-run-*/files/media/html/samples_*")]
+    texts = re.findall(r"text: .*\nwritten: .*", out)
+
+    assert in_tensorboard == [f"```\n{text}\n```" for text in texts]
+    assert len(texts) == len(in_wandb) == 2
+    assert all(any(text in page for page in in_wandb) for text in texts)
+
+    losses = [row["train/loss"] for row in read_metrics(run)]
+
+    assert losses == [row["train/loss"] for row in read_metrics(straight(*QUICK))]
+
+
+MINE = """
+from lightning.fabric.loggers import Logger
+
+class Mine(Logger):
+    name = version = None
+
+    def __init__(self, path):
+        self.shown = []
+        self.path = path
+
+    def log_hyperparams(self, params):
+        self.shown.append(params)
+
+    def log_metrics(self, metrics, step):
+        self.shown.append({"step": step} | metrics)
+
+    def finalize(self, status):
+        with open(self.path, "w") as file:
+            file.write(repr([*self.shown, status]))
+"""
+
+
+def test_a_tracker_of_ones_own_sees_all_that_the_others_see(train, tmp_path, monkeypatch):
+    (tmp_path / "my_trackers.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("ROPEWALK_PLUGINS", "my_trackers")
+    path = tmp_path / "rope-text.shown"
+    train(*QUICK, f"+logger.trackers.me={{_target_: my_trackers.Mine, path: '{tmp_path}/{{name}}.shown'}}")
+    config, *shown, status = ast.literal_eval(path.read_text())
+    rows = list(read_metrics(train.runs / "rope-text"))
+
+    assert (config["pe"]["name"], status) == ("rope", "success")
+    assert [row["train/loss"] for row in shown[: len(rows)]] == [row["train/loss"] for row in rows]
+    assert {row["step"] for row in shown[len(rows) + 1 :]} == {16, 32}  # loss against length
+    assert "eval/gain at 2x" in shown[len(rows)]
+
+
+def test_loggers_of_lightning_show_a_run(trained, tmp_path):
+    csv = "{_target_: lightning.pytorch.loggers.CSVLogger, save_dir: '{run}', name: csv, version: ''}"
+    run = trained(*QUICK, f"+logger.trackers.csv={csv}")
+    shown = pd.read_csv(run / "csv" / "metrics.csv").dropna(subset="train/loss").set_index("step")
+
+    for row in read_metrics(run):
+        assert shown["train/loss"][row["step"]] == row["train/loss"]
+
+
+def test_mlflow_shows_a_run(trained, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    run = trained(*QUICK, "logger=mlflow")
+    client = mlflow.tracking.MlflowClient()
+    (there,) = client.search_runs([client.get_experiment_by_name("ropewalk").experiment_id])
+    losses = [(metric.step, metric.value) for metric in client.get_metric_history(there.info.run_id, "train/loss")]
+
+    assert (there.info.run_name, there.info.status) == ("run", "FINISHED")
+    assert there.data.params["pe/name"] == "rope"
+    assert losses == [(row["step"], row["train/loss"]) for row in read_metrics(run)]
+
+
+def test_trackio_shows_a_run(trained, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    run = trained(*QUICK, "logger=trackio")
+    shown = trackio.SQLiteStorage.get_logs("ropewalk", "run")
+    losses = [(row["step"], row["train/loss"]) for row in shown if "train/loss" in row]
+
+    assert losses == [(row["step"], row["train/loss"]) for row in read_metrics(run)]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "message"),
+    [
+        ("{_target_: os.system}", "logger.trackers.me._target_='os.system' is not a Logger class under lightning"),
+        ("{path: x}", "logger.trackers.me needs a _target_"),
+        (
+            "{_target_: lightning.pytorch.loggers.CSVLogger}",
+            "missing a required argument: 'save_dir'; it takes (save_dir",
+        ),
+    ],
+)
+def test_a_tracker_that_cannot_be_made_is_an_error_before_the_run(train, tracker, message):
+    assert message in train(*QUICK, f"+logger.trackers.me={tracker}", code=2).err
+    assert not train.runs.exists()
 
 
 def test_wandb_has_the_results_of_the_report(trained, monkeypatch):

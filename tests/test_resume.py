@@ -33,10 +33,12 @@ HARD = (
     "optim.lr=0.002",
 )
 TEXT = ("pe=rope", *HARD)
+MUON = ("pe=cope", "optim=muon", *HARD[1:6])
 TASK = ("pe=cope", "data=flip_flop", *[option for option in HARD if option != STAGES])
 MOMENTS = {
     # Call 2 of the training step is the second half of step 1, call 6 that of step 3: the second stage begins there.
     "in mid-accumulation": (TEXT, [On(STEP, 2, kill), On(STEP, 6, kill)]),
+    "with Muon": (MUON, [On(STEP, 6, kill)]),
     "at a checkpoint": (TASK, [On("torch.save", 2, kill), On("ropewalk.training.checkpoints.prune", 2, kill)]),
     "at the start and at the end": (
         TASK,

@@ -19,6 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from conf import plugins
 from conf.errors import ConfigError
 from conf.files import read_yaml, write_json, write_text
 from conf.options import encoding
@@ -75,6 +76,7 @@ def load(folder: Path) -> Entry:
     # What is left are the options of the encoding.
     own = {key: values.pop(key) for key in values.keys() & {"lr", "help"}}
     code = folder / "encoding.py"
+    plugins.allow(f"{folder.parent.name}.{folder.name}")  # whoever names an entry trusts its code
     source = (folder / "pe.yaml").read_bytes() + (code.read_bytes() if code.is_file() else b"")
     own |= {"folder": folder, "source": hashlib.sha256(source).hexdigest()[:16]}
     return parse(Entry, own | {"pe": encoding(values, f"{where}pe")}, where)

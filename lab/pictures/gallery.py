@@ -20,8 +20,9 @@ from ropewalk.report import plot
 Draw = Callable[[Axes], None]
 PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Encodings</title><style>body{font:1rem/1.45 system-ui,sans-serif;max-width:84rem;
-margin:auto;padding:1rem}h1{font-size:1.6rem}
-svg{width:420px;max-width:100%;height:auto;margin:4px;border:1px solid #8884}</style>
+margin:auto;padding:1rem}h1{font-size:1.6rem}.wide{overflow-x:auto}
+svg{width:420px;max-width:100%;height:auto;margin:4px;border:1px solid #8884}
+.wide svg{width:60rem;max-width:none}</style>
 <h1>What encodings do</h1>
 <p>Scores: the natural log of a key's weight against the largest, for equal queries and keys, by distance.
 Learned parameters are set by hand, to show what can be learned; only the attention of a run is measured.</p>
@@ -52,7 +53,9 @@ def write(args: Arguments) -> None:
     for name, draw in drawn.items():
         ax = plot.new(pictures.SIZE)
         draw(ax)
-        pictures_of_page.append(plot.svg(ax))
+        wide = name.startswith(("gates-", "left-"))  # a column for each token
+        picture = plot.svg(ax)
+        pictures_of_page.append(f"<div class=wide>{picture}</div>" if wide else picture)
         for kind in {"svg", "png", "pdf"}.intersection(args.formats):
             write_bytes(out / f"{name}.{kind}", plot.written(ax, kind))
     if "html" in args.formats:
@@ -82,7 +85,7 @@ def drawn_encodings(args: Arguments) -> dict[str, Draw]:
 
 
 def drawn_run(run: str, args: Arguments) -> dict[str, Draw]:
-    """Return what draws the attention of a trained run at two lengths."""
+    """Return what draws the attention of a trained run at two lengths, and what CoPE counts and FoX keeps in a text."""
     model = ropewalk.load(run, cache_dir=args.cache_dir)
     # A text of the user's, or the first of the validation data.
     if args.text:
@@ -97,4 +100,10 @@ def drawn_run(run: str, args: Arguments) -> dict[str, Draw]:
         ranges, shares = pictures.attention_of(model.net, ids[:length])
         title = f"{Path(run).name}, {length:,} tokens"
         drawn[f"attention-{length}"] = partial(pictures.draw_attention, title, ranges, shares)
+
+    ids = ids[: model.net.train_len] if args.text else pictures.question(model.data, model.net.train_len)
+    words = [repr(model.data.decode([token]))[1:-1] for token in ids.tolist()]
+    for layer, kind, shares in pictures.counted(model.net, ids):
+        title = f"{Path(run).name}, layer {layer}"
+        drawn[f"{kind}-{layer}"] = partial(pictures.draw_counted, title, kind, shares, words)
     return drawn

@@ -1,12 +1,13 @@
 """Pictures of encodings, each a function that draws on an Axes: turns of a rotation's pairs, scores by distance,
-attention of a trained network.
+attention of a trained network, what it counts in a text.
 
 For: docs/positions.md, and telling what an encoding does before training it. Shown: in the docs. Leaves: when the docs
 have no pictures.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,18 +19,21 @@ from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from conf.schema import GPTConfig
+from data.base import IGNORE_INDEX, Data
 from lab.pictures.attention_weights import attended, weights_of
 from lab.zoo.path import PaTH
 from lab.zoo.profiles import Profiles
 from lab.zoo.stick_breaking import StickBreaking
 from model import position
+from model.attention import for_heads_of
 from model.gpt import GPT
-from model.position import PositionEncoding, Shape, layer
+from model.position import Context, PositionEncoding, Shape, layer
 from model.position.absolute import Learned, Sinusoidal
 from model.position.bias import FIRE, T5, Kerple
 from model.position.cope import CoPE
 from model.position.forget import FoX
-from model.position.network import for_length
+from model.position.network import for_length, view
+from model.position.ops import sums_to_the_end
 from model.position.relative import Relative
 from model.position.rotary import Rotary
 from ropewalk.report.plot import LIGHT, LINES, dressed, name_lines, titled
@@ -40,6 +44,7 @@ LEVELS = (2.0, 0.0, -2.0, -4.0)
 WORDS = ("the", "cat", "sat", "on", "the")  # a text that a layer is asked what it reads of
 LOWEST = -10.0  # end of the axis of scores: a weight of e^-10 of the largest
 SIZE = (4.2, 2.7)  # inches
+MOST = 48  # tokens of a text that a picture shows
 BASE = "RoPE"  # the line beside encodings that change it
 
 
@@ -265,19 +270,79 @@ def draw_attention(title: str, ranges: Sequence[str], shares: Tensor, ax: Axes) 
 
 def heat_map(ax: Axes, rows: Mapping[str, Tensor], columns: Sequence[str]) -> None:
     """Draw shares in percent, a row of them for each name."""
+    shares_on(ax, rows)
+    for number, shares in enumerate(rows.values()):
+        for column, share in enumerate(shares.tolist()):
+            words = f"{100 * share:.0f}"
+            ax.text(column + 0.5, number + 0.5, words, ha="center", va="center", color=LIGHT.ink, fontsize=8)
+    ax.set_xticks(np.arange(len(columns)) + 0.5, columns)
+
+
+def shares_on(ax: Axes, rows: Mapping[str, Tensor]) -> None:
+    """Draw shares as more or less of a colour, a row of them for each name."""
     dressed(ax)
     for number, shares in enumerate(rows.values()):
         for column, share in enumerate(shares.tolist()):
             # A share is how much of one colour there is, so that it is right on a light and on a dark page.
             look = {"facecolor": LINES[0], "alpha": min(1.0, 0.75 * share), "linewidth": 0}
             ax.add_patch(Rectangle((column + 0.02, number + 0.02), 0.96, 0.96, **look))
-            words = f"{100 * share:.0f}"
-            ax.text(column + 0.5, number + 0.5, words, ha="center", va="center", color=LIGHT.ink, fontsize=8)
-    ax.set_xlim(0, len(columns))
+    ax.set_xlim(0, len(next(iter(rows.values()))))
     ax.set_ylim(len(rows), 0)
-    ax.set_xticks(np.arange(len(columns)) + 0.5, columns)
     ax.set_yticks(np.arange(len(rows)) + 0.5, rows)
     ax.grid(visible=False)
+
+
+def question(data: Data, length: int) -> Tensor:
+    """A text of at most `length` tokens, int64 [T], that ends where an answer is asked for; of text anywhere."""
+    part = data.eval_sets([length], target_tokens=1, sequences=16)[-1]
+    x, y = part.batch(0, part.n)
+    text = (x != x.mode(1, keepdim=True).values).sum(1).argmax()  # the one with the fewest fillers
+    return x[text, : int((y[text] != IGNORE_INDEX).nonzero().max()) + 1]
+
+
+@torch.no_grad()
+def counted(net: GPT, ids: Tensor) -> list[tuple[int, str, Tensor]]:
+    """Return what the layers with CoPE or FoX make of the text `ids` int64 [T] for its last query.
+
+    Returns:
+        The number of the layer, from 1 on, and "gates", the gate of each key, [H, T], whose sums are positions; or
+        "left", the share of each key's weight that the forget gates between it and the query have left, [H, T].
+    """
+    found: list[tuple[int, str, Tensor]] = []
+
+    def record_gates(number: int, gate_q: Tensor, gate_keys: Tensor, ctx: Context) -> float:
+        logits = gate_q[0, :, -1:] @ for_heads_of(gate_q, gate_keys)[0].mT * ctx.scale  # [H, 1, T]
+        found.append((number, "gates", logits[:, 0].sigmoid()))
+        return 0.0  # as if nothing was clamped
+
+    def record_sums(number: int, sums: Callable[..., Tensor], state: dict[str, Tensor]) -> Tensor:
+        by_token = sums(state)  # [1, T, H]
+        found.append((number, "left", (by_token[0, -1:] - by_token[0]).exp().mT))
+        return by_token
+
+    encodings = list(net.encodings)
+    for number, pe in enumerate(net.encodings, start=1):
+        if isinstance(pe, CoPE):
+            encodings[number - 1] = view(pe, _clamped_share=partial(record_gates, number))
+        elif isinstance(pe, FoX):
+            encodings[number - 1] = view(pe, log_gate_sums=partial(record_sums, number, pe.log_gate_sums))
+    net.hidden_states(ids[None], encodings=encodings)
+    return found
+
+
+def draw_counted(title: str, kind: str, shares: Tensor, words: Sequence[str], ax: Axes) -> None:
+    """Draw what `counted` returned for a layer: a row for each head, a column for each of the last `MOST` words."""
+    words = words[-MOST:]
+    ax.get_figure(root=True).set_size_inches(0.17 * len(words) + 1.4, 0.2 * len(shares) + 1.5)  # type: ignore[union-attr]
+    shares_on(ax, {f"head {number}": of_head[-MOST:] for number, of_head in enumerate(shares, start=1)})
+    ax.set_xticks([column + 0.5 for column in range(len(words))], words, rotation=90)
+    note = "filled: how much of a key is left, as the last token sees it"
+    if kind == "gates":
+        note = "filled: gates of the last token, which are counted; numbers: the position of each key, rounded"
+        positions = sums_to_the_end(shares)[:, -MOST:].round().int()
+        for (head, column), position in np.ndenumerate(positions.numpy()):
+            ax.text(column + 0.5, head + 0.5, position, ha="center", va="center", color=LIGHT.ink, fontsize=6)
+    titled(ax, title, note)
 
 
 @torch.no_grad()

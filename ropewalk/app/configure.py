@@ -80,8 +80,8 @@ def merged(config: DictConfig) -> dict[str, Any]:
         beneath |= options_of("experiment", "extend")
     if not values["trainer"]["max_steps"]:  # without training the weights stay those of their own length
         beneath["train_len"] = base["train_len"]
-    # Of these two groups an option that is chosen keeps what it does not share with the model; one of `model` all.
-    values = over(beneath, values, chosen - {"pe", "data"})
+    # Of these groups an option that is chosen keeps what it does not share with the model; one of `model` all.
+    values = over(beneath, values, chosen - {"pe", "data", "optim"})
     if not values["init_partial"]:
         _check_fit(source, base, values)
     return values

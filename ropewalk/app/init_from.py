@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from conf.errors import ConfigError
 from conf.files import read_json
 from conf.schema import GPTConfig, parse
@@ -41,7 +39,7 @@ class Trained(NamedTuple):
             parse(GPTConfig, like["model"]), pe or like["pe"], vocab_size=like["vocab_size"],
             train_len=like["train_len"],
         )  # fmt: skip
-        checkpoints.resume(self.run / "checkpoints", net, torch.optim.AdamW(net.parameters()), only=self.step)
+        checkpoints.resume(self.run / "checkpoints", net, None, only=self.step)
         return net.eval()
 
 

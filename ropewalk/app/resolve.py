@@ -24,6 +24,7 @@ from ropewalk import hf
 from ropewalk.run.directory import RESTORE, naming_damage, read_config
 from ropewalk.training.distributed import resolve_devices
 from ropewalk.training.hardware import Hardware
+from ropewalk.training.optimizer import make_optimizer
 
 Options = Mapping[str, Any]
 _NOT_SHARED = ("name", "_target_", "scale", "train_scale", "attention_factor")  # the last belongs to the scale
@@ -48,6 +49,9 @@ def resolve(values: Mapping[str, Any]) -> Config:
         # weights may be wrong for those of a variant.
         is_rope = cfg.pe.get("_target_") == "model.position.rotary.Rotary"  # a pattern has no _target_
         wanted = ["yarn"] if is_rope else []
+    if cfg.optim.optimizer:  # made here only to find mistakes
+        _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
+        make_optimizer(net, cfg.optim)
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
 
 

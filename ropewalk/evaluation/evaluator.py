@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from conf.errors import ConfigError
 from conf.schema import Config
-from data.base import Data
+from data.base import IGNORE_INDEX, Data
 from model.gpt import GPT
 from model.layout import Packing
 from model.position import Shape, build_encodings
@@ -149,6 +150,34 @@ class Evaluator:
     def planned(self) -> list[Plan]:
         """The measures that `cfg.eval` asks for."""
         return plans(self.data, self.cfg)
+
+    @torch.no_grad()
+    def sample(self) -> str:
+        """What the network writes, each time the likeliest token, after the first half of a text: at most 64 tokens.
+
+        Of a task: a text with its answers, and the right ones.
+        """
+        x, y = self.data.validation(self.cfg.train_len, self.cfg.trainer.val_tokens).batch(0, 1)
+        if self.data.task:
+            asked = y[0] != IGNORE_INDEX
+            shown = {"text": x[0], "answers": self._likeliest(x)[asked], "right": y[0, asked]}
+            return "\n".join(f"{what}: {self.data.decode(ids.tolist())}" for what, ids in shown.items())
+        middle = x.size(1) // 2
+        end = min(x.size(1), middle + 64)
+        for place in range(middle, end):
+            x[0, place] = self._likeliest(x)[place - 1]
+        prompt, written = x[0, :middle].tolist(), x[0, middle:end].tolist()
+        return f"text: {self.data.decode(prompt)}\nwritten: {self.data.decode(written)}"
+
+    def _likeliest(self, x: Tensor) -> Tensor:
+        """The likeliest token after each of the first text of `x` int64 [1, T]: int64 [T]."""
+        layout = self.packing(x)
+        self.net.eval()
+        with evaluating(self.net), self.hardware.autocast():
+            hidden = layout.whole(self.net.hidden_states(x.to(self.hardware.device), layout))[:, : x.size(1)]
+            pieces = self.net.in_pieces(lambda logits, _: logits.argmax(-1), hidden, hidden)
+        self.net.train()
+        return torch.cat(pieces, dim=1)[0].cpu()
 
     def tokens(self) -> int:
         """About how many tokens `measure` will read, to estimate its time."""

@@ -1,18 +1,24 @@
-"""Trackers that show metrics.jsonl and evals/ elsewhere: TensorBoard and wandb, or both at once.
+"""Trackers that show metrics.jsonl and evals/ elsewhere: TensorBoard, wandb and loggers of Lightning's, or several.
 
 On every start trackers are made anew and all rows are replayed, so each appears once, however often the run was
 interrupted. A tracker that fails only warns.
 """
 
+import inspect
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from html import escape
 from importlib.util import find_spec
 from typing import Any
 
 import pandas as pd
 
+from conf import plugins
+from conf.errors import ConfigError, flatten
+from conf.files import printable
 from ropewalk.report import frame, page
 from ropewalk.report.answer import far_text
 from ropewalk.report.table import BEST_POSSIBLE, over_seeds, results
@@ -24,16 +30,46 @@ WANDB_COLUMNS = [
     "measure", "variant", "zero_shot", "step", "task", "difficulty", "depth", "span_start", "span_end", "continuation",
     "length", "quantity", "unit", "value", "low", "high", "gain",
 ]  # fmt: skip
-BY_LENGTH = "by_length"  # section of the charts against length
+BY_LENGTH = "vs_length"  # section of the charts against length
+PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio")  # of the options of `logger`
 
 
-def open_tensorboard(run: RunDir, _: dict[str, Any]) -> Any:
-    """Return a logger of Fabric. What an earlier process wrote is deleted, since all rows are shown again."""
-    from lightning.fabric.loggers import TensorBoardLogger
+class TensorBoard:
+    """TensorBoard's files, with the methods of Fabric's loggers."""
 
-    shutil.rmtree(run.path / "tensorboard", ignore_errors=True)
-    # The table of hyperparameters comes with the results: TensorBoard takes its columns from the first that it meets.
-    return TensorBoardLogger(run.path, name="", version="tensorboard", default_hp_metric=False)
+    def __init__(self, run: RunDir, config: dict[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What an earlier process wrote is deleted, since all rows are shown again.
+        shutil.rmtree(run.path / "tensorboard", ignore_errors=True)
+        self.writer = SummaryWriter(run.path / "tensorboard")
+        self.config = config
+
+    def log_metrics(self, values: Mapping[str, Any], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def log_text(self, text: str, step: int) -> None:
+        self.writer.add_text("samples", f"```\n{text}\n```", step)
+
+    def publish(self, runs: frame.Runs, table: pd.DataFrame, metrics: Mapping[str, float | str]) -> None:
+        """Show what was configured and what came out as a row of HPARAMS, and curves over length."""
+        from torch.utils.tensorboard.summary import hparams
+
+        columns = {key: value for key, value in flatten(self.config).items() if not key.endswith("_target_")}
+        # TensorBoard sorts the columns, capitals first, and shows only the first five unless asked.
+        main = {"Data": columns["data.name"], "Encoding": columns["pe.name"], "Seed": columns["seed"]}
+        columns = main | {"Training length": columns["train_len"]} | columns | dict(metrics)
+        cells = {key: cell if isinstance(cell, bool | int | float) else str(cell) for key, cell in columns.items()}
+        # As a metric of HPARAMS each number would be a chart with one dot, too. The table needs a metric: one it has.
+        for summary in hparams(cells, {"val/loss": 0.0}):
+            self.writer._get_file_writer().add_summary(summary)
+        # There is no axis but the step, which is here a length.
+        for length, values in length_curves(table).items():
+            self.log_metrics(values, length)
+
+    def finalize(self, status: str) -> None:
+        self.writer.close()
 
 
 class Wandb:
@@ -76,6 +112,11 @@ class Wandb:
         if step >= self.run.starting_step:
             self.run.log(dict(values), step=step)
 
+    def log_text(self, text: str, step: int) -> None:
+        import wandb
+
+        self.run.log({"samples": wandb.Html(f"<pre>{escape(text)}</pre>")}, step=step)
+
     def publish(self, runs: frame.Runs, table: pd.DataFrame, metrics: Mapping[str, float | str]) -> None:
         """Show the results as a summary, curves over length, a table and the page."""
         import wandb
@@ -92,7 +133,34 @@ class Wandb:
         self.run.finish(exit_code=int(status == "failed"))
 
 
-OPEN: dict[str, Callable[[RunDir, dict[str, Any]], Any]] = {"tensorboard": open_tensorboard, "wandb": Wandb}
+OPEN: dict[str, Callable[[RunDir, dict[str, Any]], Any]] = {"tensorboard": TensorBoard, "wandb": Wandb}
+
+
+def opener(run: RunDir, kind: str) -> Callable[[RunDir, dict[str, Any]], Any]:
+    """Return what opens a tracker of `logger.trackers`, a Logger of Lightning's or a subclass, as those of OPEN.
+
+    Raises ValueError: there is no such class, or its constructor does not take these options.
+    """
+    from lightning.fabric.loggers import Logger
+
+    where = f"logger.trackers.{kind}"
+    options = dict(run.cfg.logger.trackers[kind])
+    cls: Any = plugins.resolve(options.pop("_target_", ""), Logger, "lightning", where)
+    named = {"name": run.cfg.name, "run": run.path, "run_id": run.run_id}
+    for key, value in options.items():
+        if isinstance(value, str):
+            options[key] = re.sub(r"\{(name|run|run_id)\}", lambda place: str(named[place[1]]), value)
+    try:
+        inspect.signature(cls).bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}; it takes {inspect.signature(cls)}") from None
+
+    def opened(_: RunDir, config: dict[str, Any]) -> Any:
+        tracker = cls(**options)
+        tracker.log_hyperparams(config)
+        return tracker
+
+    return opened
 
 
 class Tracker:
@@ -110,12 +178,15 @@ class Tracker:
         self.run = run
         self.config = run.cfg.model_dump() | dict(facts)
         # The options of `logger` have a flag for each kind in OPEN.
-        kinds = [kind for kind in OPEN if getattr(run.cfg.logger, kind)]
-        for kind in kinds:
-            if not find_spec(kind):
+        self.open = {kind: open_one for kind, open_one in OPEN.items() if getattr(run.cfg.logger, kind)}
+        own = run.cfg.logger.trackers
+        for kind in [*self.open, *own]:
+            if kind in PACKAGES and not find_spec(kind):
                 raise ValueError(f"logger={kind} needs a package: pip install {kind}")
+        for kind in own:
+            self.open[kind] = opener(run, kind)
         # By kind, on rank zero: None until it is opened. One that fails is taken out.
-        self.trackers: dict[str, Any] = dict.fromkeys(kinds if is_rank_zero() else [])
+        self.trackers: dict[str, Any] = dict.fromkeys(self.open if is_rank_zero() else [])
 
     def _each(self, act: Callable[[str, Any], None]) -> None:
         """Do something with every tracker; one that fails is left out from then on."""
@@ -128,7 +199,7 @@ class Tracker:
                 warnings.warn(f"logger={kind} failed, the run goes on without it: {error}", stacklevel=3)
 
     def _open(self, kind: str, _: None) -> None:
-        self.trackers[kind] = OPEN[kind](self.run, self.config)
+        self.trackers[kind] = self.open[kind](self.run, self.config)
 
     def __enter__(self) -> None:
         self._each(self._open)
@@ -138,9 +209,15 @@ class Tracker:
                 self.log(row)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        # Trackers group metrics by what stands before the slash. Any of them can be an axis, train/seconds too.
-        values = {name if "/" in name else f"train/{name}": value for name, value in row.items() if name != "step"}
+        # Any of them can be an axis, train/seconds too.
+        values = {_shown(name): value for name, value in row.items() if name != "step"}
         self._each(lambda _, tracker: tracker.log_metrics(values, row["step"]))
+
+    def sample(self, text: str, step: int) -> None:
+        """Show what the network writes, also on the terminal. It is in no file of the run, and so it is shown once."""
+        if is_rank_zero():
+            print(printable(text), flush=True)
+        self._each(lambda _, tracker: getattr(tracker, "log_text", _no_text)(text, step))
 
     def publish(self) -> None:
         """Show the results of a run that is complete."""
@@ -150,12 +227,12 @@ class Tracker:
         runs = frame.load(self.run.path)
         table = results(runs)
         metrics = summary_metrics(table)
-        if kind == "wandb":
+        if kind in OPEN:
             tracker.publish(runs, table, metrics)
             return
-        numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
-        tracker.log_hyperparams(self.config, numbers, step=int(table.step.max()))
-        # TensorBoard has no axis but the step, which is here a length.
+        # MLflow has names without @.
+        numbers = {name.replace("@", " at "): value for name, value in metrics.items() if not isinstance(value, str)}
+        tracker.log_metrics(numbers, int(table.step.max()))
         for length, values in length_curves(table).items():
             tracker.log_metrics(values, length)
 
@@ -163,6 +240,17 @@ class Tracker:
         stopped = isinstance(error, SystemExit) and error.code in (STOPPED, INTERRUPTED)
         status = "success" if error is None or stopped else "failed"
         self._each(lambda _, tracker: tracker.finalize(status))
+
+
+def _no_text(text: str, step: int) -> None:
+    """What a tracker without `log_text` does with a text."""
+
+
+def _shown(name: str) -> str:
+    """The name of a number of metrics.jsonl in trackers, which group by what stands before the slash."""
+    if "/" not in name:
+        return f"train/{name}"
+    return name.replace("position/", "val/position/")  # TensorBoard sorts its sections: train is the first by these
 
 
 def summary_metrics(table: pd.DataFrame) -> dict[str, float | str]:
@@ -186,7 +274,7 @@ def summary_metrics(table: pd.DataFrame) -> dict[str, float | str]:
 def length_curves(table: pd.DataFrame) -> dict[int, dict[str, float]]:
     """Return the loss of one run, and its gain over cutting the text, by length in tokens and by name.
 
-    Names like "by_length/eval/bits_per_byte" and "by_length/zero_shot/gain" are the same for all encodings.
+    Names like "vs_length/eval/bits_per_byte" and "vs_length/zero_shot/gain" are the same for all encodings.
     """
     numbers = numbers_by_length(table)
     numbers["name"] = f"{BY_LENGTH}/" + numbers["name"]

@@ -63,7 +63,7 @@ class Environment(BaseModel):
 # Key prefixes that may change when a run is resumed. None of them changes what a step samples. World size, strategy,
 # trainer.checkpointing and trainer.deterministic may change the order of its sums, and so the last bits.
 FREE = (
-    "name", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices",
+    "name", "runs_dir", "eval.", "logger.", "trainer.sample_every", "trainer.strategy", "trainer.devices",
     "trainer.replicas", "trainer.context_parallel", "trainer.checkpoint", "trainer.deterministic",
     "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir", "objective",
 )  # fmt: skip

@@ -21,8 +21,6 @@ from ropewalk.run.directory import steps_in
 from ropewalk.run.processes import is_rank_zero, on_rank_zero, rank_zero_only
 from ropewalk.training.ranks import assign, full_tensor
 
-_ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each parameter
-
 
 class Progress(BaseModel, extra="forbid", strict=True):
     """The progress of a run, and what was measured since the last row of metrics.jsonl.
@@ -38,6 +36,13 @@ class Progress(BaseModel, extra="forbid", strict=True):
     peak_memory: int = 0  # bytes: the most that rank zero has held, over all restarts
     loss_sum: float = 0.0  # since the last row: sum over steps of mean loss x share of scored targets
     loss_weight: float = 0.0  # since the last row: sum of these shares
+
+    def begin_row(self) -> None:
+        """A row has been written: what follows belongs to the next one."""
+        self.rows += 1
+        self.logged_step = self.step
+        self.logged_seconds = self.seconds
+        self.loss_sum = self.loss_weight = 0.0
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -64,24 +69,38 @@ def save(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, progress: Pro
     state = {
         "progress": progress.model_dump(),
         "model": on_cpu(net.state_dict()),
-        "optimizer": on_cpu(_moments(net, optimizer)),
+        "optimizer": on_cpu(_state_of(net, optimizer)),
     }
     on_rank_zero(lambda: _write(path_of(folder, progress.step), state))
     prune(folder, newest=progress.step, keep=keep)
 
 
-def _moments(net: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What AdamW keeps for each parameter, by the parameter's name; zeros before the first step."""
-    moments: dict[str, Tensor] = {}
+def _state_of(net: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What the optimizer keeps for each parameter, by the parameter's name: the tensors themselves."""
+    _make_state(net, optimizer)
+    named = {}
     for name, p in net.named_parameters():
-        state = optimizer.state[p] or {  # AdamW makes its state in the first step
-            "step": torch.zeros(()),
-            "exp_avg": torch.zeros_like(p),
-            "exp_avg_sq": torch.zeros_like(p),
-        }
-        for key in _ADAMW_STATE:
-            moments[f"{name}/{key}"] = state[key]
-    return moments
+        for key, value in optimizer.state[p].items():
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{type(optimizer).__name__} keeps {key}={value!r}: a checkpoint holds tensors only")
+            named[f"{name}/{key}"] = value
+    return named
+
+
+def _make_state(net: GPT, optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer make the state of parameters that it has not stepped yet, by a step that changes no weight."""
+    missing = [p for p in net.parameters() if not optimizer.state[p]]
+    if not missing:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for p in missing:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:
@@ -95,31 +114,32 @@ def _write(path: Path, state: dict[str, Any]) -> None:
             raise (reason if isinstance(reason, OSError) else error) from None
 
 
-def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, only: int | None = None) -> Progress:
+def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer | None, only: int | None = None) -> Progress:
     """Load the newest whole checkpoint into `net` and `optimizer`. Called by all ranks, which read the same file.
 
     A damaged checkpoint is reported, and the one before it is taken. Without any checkpoint nothing is changed.
 
     Args:
+        optimizer: None: the weights alone.
         only: the step of the one checkpoint to take; None: the newest that is whole.
 
     Raises:
         ValueError: there are checkpoints, and all are damaged.
     """
-    # The network's own tensors, and moments for the optimizer to take: `assign` fills both in place.
-    moments = _moments(net, optimizer)
-    tensors = _all_tensors({"model": net.state_dict(), "optimizer": moments})
+    # The network's own tensors and those of the optimizer: `assign` fills both in place.
+    parts = {"model": net.state_dict()}
+    if optimizer:
+        parts["optimizer"] = _state_of(net, optimizer)
+    tensors = _all_tensors(parts)
     step = _newest(folder, tensors, only)
     if step is None:
+        if optimizer:
+            optimizer.state.clear()
         return Progress()
     # The file is memory-mapped, and may change later: everything is copied.
     progress, stored = _read(path_of(folder, step))
     for name, tensor in tensors.items():
         assign(tensor, stored[name])
-    for name, p in net.named_parameters():
-        optimizer.state[p] = {key: moments[f"{name}/{key}"] for key in _ADAMW_STATE}
-        # `_moments` makes it on the CPU; fused AdamW counts on the device.
-        optimizer.state[p]["step"] = moments[f"{name}/step"].to(p.device)
     return progress
 
 
@@ -167,6 +187,8 @@ def _check(path: Path, expected: dict[str, Tensor]) -> None:
     if broken:
         raise ValueError(f"the checksum of {broken} is wrong")
     _, tensors = _read(path)
+    parts = {name.partition("/")[0] for name in expected}
+    tensors = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] in parts}
     unlike = sorted(expected.keys() ^ tensors.keys())  # names that only one of the two has
     if unlike:
         raise ValueError(

@@ -1,5 +1,6 @@
-"""AdamW, its schedule, gradient clipping, and the check for gradients that are not finite."""
+"""The optimizer, its schedule, gradient clipping, and the check for gradients that are not finite."""
 
+import inspect
 import math
 from typing import Any
 
@@ -7,17 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from conf import plugins
+from conf.errors import ConfigError
 from conf.schema import Optim
 from model.gpt import GPT
 from ropewalk.run.processes import any_rank
 from ropewalk.training.ranks import full_tensor, local_tensor
 
 
-def make_optimizer(net: GPT, optim: Optim) -> torch.optim.AdamW:
-    """Build AdamW over the parameters of `net`.
+def make_optimizer(net: GPT, optim: Optim) -> torch.optim.Optimizer:
+    """Build AdamW, or the optimizer that `optim.optimizer` names, over the parameters of `net`.
 
     Matrices decay. Norms, biases and position encodings do not, except the parameters that an encoding names in
-    `decayed`.
+    `decayed`. Another optimizer gets the parameters with their names, as `torch.optim.Optimizer` documents it.
+
+    Raises ConfigError: there is no such optimizer, or it does not take these options.
     """
     # Of each parameter of an encoding, whether it decays. Decay pulls an encoding towards the one with zero parameters:
     # a comparison would favour those without any.
@@ -28,14 +33,26 @@ def make_optimizer(net: GPT, optim: Optim) -> torch.optim.AdamW:
 
     # Sharded and whole tensors are in separate groups, because PyTorch cannot update them together.
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
-    for p in net.parameters():
+    for name, p in net.named_parameters():
         decays = p.ndim >= 2 and decays_in_encoding.get(p, True)  # True: p is of no encoding
         weight_decay = optim.weight_decay if decays else 0.0
         lr_scale = optim.pe_lr_scale if p in decays_in_encoding else 1.0
         key = (weight_decay, lr_scale, isinstance(p, DTensor))
         group = groups.setdefault(key, {"params": [], "weight_decay": weight_decay, "lr_scale": lr_scale})
-        group["params"].append(p)
-    return torch.optim.AdamW(list(groups.values()), lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
+        group["params"].append((name, p) if optim.optimizer else p)
+    betas = optim.beta1, optim.beta2
+    if not optim.optimizer:
+        return torch.optim.AdamW(list(groups.values()), lr=optim.lr, betas=betas, fused=True)
+    options = dict(optim.optimizer)
+    cls = plugins.resolve(
+        options.pop("_target_", ""), torch.optim.Optimizer, home="torch.optim", group="optim.optimizer"
+    )
+    if "betas" in inspect.signature(cls).parameters:
+        options = {"betas": betas} | options
+    try:
+        return cls(list(groups.values()), lr=optim.lr, **options)  # type: ignore[call-arg]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optim.optimizer={optim.optimizer}: {error}") from None
 
 
 def learning_rate(step: int, optim: Optim, max_steps: int) -> float:

@@ -1,5 +1,6 @@
 """Pictures of encodings: what they show equals the formulas, and docs/ has the picture of every encoding."""
 
+import itertools
 import math
 import re
 from functools import partial
@@ -7,11 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import ENCODINGS, PRESETS, ROOT, attend, build_gpt, build_pe, normal, pe_options
+from conftest import ENCODINGS, PRESETS, ROOT, attend, build_gpt, build_pe, data_options, normal, pe_options
 
+from data.base import build_data
 from lab.pictures import pictures
 from lab.pictures.attention_weights import attended, weights_of
 from model.position import Shape
+from model.position.network import view
 from scripts import draw as program
 
 DOCS = ROOT / "docs"
@@ -70,6 +73,41 @@ def test_weights_are_the_output_for_values_that_name_their_token(encoding):
     torch.testing.assert_close(found, weights[:, :, [5, 15]], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["cope", "fox", "fox_rope"])
+def test_what_is_counted_and_kept_is_as_the_formulas_say(name):
+    """The gates of CoPE are sigmoid(q.k / sqrt(D)); FoX multiplies the gates after a key."""
+    net = build_gpt(name)
+    seen = []
+
+    def recorder(pe):
+        def record(q, k, v, state, ctx):
+            seen.append((q, k, state))
+            return type(pe).attend(pe, q, k, v, state, ctx)
+
+        return record
+
+    ids = torch.arange(12)
+    net.hidden_states(ids[None], encodings=[view(pe, attend=recorder(pe)) for pe in net.encodings])
+    found = pictures.counted(net, ids)
+
+    assert [layer for layer, _, _ in found] == [1, 2]
+    for (q, k, state), (_, kind, shares) in zip(seen, found, strict=True):
+        for head, key in itertools.product(range(4), range(12)):
+            if name == "cope":
+                expected = torch.sigmoid(q[0, head, -1] @ k[0, head // 2, key] / 4)
+            else:
+                expected = state["log_gates"][0, key + 1 :, head].exp().prod()
+            torch.testing.assert_close(shares[head, key].float(), expected)
+        assert kind == ("gates" if name == "cope" else "left")
+
+
+def test_a_question_of_a_task_ends_where_the_answer_is_asked_for():
+    data = build_data(data_options("counting"))
+    ids = pictures.question(data, 64)
+    assert data.decode(ids[-1:].tolist()) == "a?"
+    assert len(ids) == 64
+
+
 def test_gates_made_of_the_values_are_refused():
     net = build_gpt("cope", pe={"gates": "values"})
     with pytest.raises(ValueError, match=r"pe\.gates=values"):
@@ -96,5 +134,6 @@ def test_a_picture_of_a_run_shows_its_attention_and_needs_nothing(script, straig
     )
     assert outcome.code == 0, outcome.err
     page = (tmp_path / "index.html").read_text()
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 3
+    assert "how much of a key is left" in page
     assert "http" not in re.sub(r'xmlns(:xlink)?="http://www.w3.org/[^"]*"', "", page)  # names of formats are no links

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import build_gpt, pe_options
+from conftest import build_gpt, data_options, pe_options
 from planted import Texts
 
 from conf.files import write_json
-from data.base import IGNORE_INDEX
+from data.base import IGNORE_INDEX, build_data
 from ropewalk.evaluation.evaluator import Evaluator
 from ropewalk.evaluation.measures import lengths
 from ropewalk.evaluation.results import load_all
@@ -68,6 +68,31 @@ def test_validation_leaves_tokens_without_bytes_out_of_the_bits():
     assert validation["bits_per_byte"] == pytest.approx(float(bits / size.sum()), rel=1e-6)
     assert validation["tokens"] == 96
     assert validation["error"] is None
+
+
+def test_a_sample_of_text_is_what_the_network_holds_for_likeliest(monkeypatch):
+    monkeypatch.setattr(DATA, "decode", str, raising=False)
+    net = build_gpt("cope", dropout=0.5).train()
+    sample = Evaluator(net, DATA, config(), CPU).sample()
+    was_training = net.training
+    half = DATA.validation(TRAIN_LEN, 96).batch(0, 1)[0][:, : TRAIN_LEN // 2]
+    ids = half
+    for _ in range(TRAIN_LEN // 2):
+        ids = torch.cat([ids, net.eval()(ids)[:, -1:].argmax(-1)], dim=1)
+
+    assert was_training
+    assert sample == f"text: {half[0].tolist()}\nwritten: {ids[0, TRAIN_LEN // 2 :].tolist()}"
+
+
+def test_a_sample_of_a_task_has_its_answers():
+    data = build_data(data_options("counting"))
+    net = build_gpt("cope", vocab_size=data.vocab_size)
+    x, y = data.validation(TRAIN_LEN, 96).batch(0, 1)
+    answers = net(x)[0].argmax(-1)[y[0] != IGNORE_INDEX]
+    lines = Evaluator(net, data, config(), CPU).sample().splitlines()
+
+    assert lines[1] == f"answers: {data.decode(answers.tolist())}"
+    assert lines[2] == f"right: {data.decode(y[y != IGNORE_INDEX].tolist())}"
 
 
 def test_loss_by_position_keeps_texts_apart(monkeypatch, measure):

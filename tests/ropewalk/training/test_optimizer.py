@@ -1,5 +1,7 @@
 """The optimizer's groups, its schedule, and clipping, against PyTorch's own."""
 
+import re
+
 import pytest
 import torch
 from conftest import build_gpt
@@ -45,6 +47,51 @@ def test_encodings_have_a_learning_rate_of_their_own():
     for layer in (0, 1):
         assert scales.pop(f"blocks.{layer}.position.table") == 8.0
     assert set(scales.values()) == {1.0}
+
+
+def after_steps(make, name="cope"):
+    """The weights of a small network after three steps of an optimizer, by the parameter's name."""
+    net = build_gpt(name)
+    optimizers = make(net)
+    idx = torch.arange(16).view(2, 8)
+    for _ in range(3):
+        net(idx, targets=idx).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(net.named_parameters())
+
+
+def test_another_optimizer_is_pytorchs():
+    """Its parameters decay as those of AdamW do."""
+    optim = OPTIM.model_copy(update={"optimizer": {"_target_": "torch.optim.NAdam", "decoupled_weight_decay": True}})
+
+    def theirs(net):
+        decaying = [p for name, p in net.named_parameters() if p.ndim == 2 and not name.endswith("table")]
+        others = [p for name, p in net.named_parameters() if p.ndim == 1 or name.endswith("table")]
+        groups = [{"params": decaying, "weight_decay": 0.1}, {"params": others}]
+        return [torch.optim.NAdam(groups, lr=0.01, betas=(0.9, 0.95), decoupled_weight_decay=True)]
+
+    torch.testing.assert_close(after_steps(lambda net: [make_optimizer(net, optim)]), after_steps(theirs))
+
+
+def test_muon_steps_matrices_of_layers_and_adamw_all_else():
+    """Like two optimizers of PyTorch."""
+    optim = OPTIM.model_copy(update={"optimizer": {"_target_": "lab.muon.Muon", "momentum": 0.9}})
+    matrices = re.compile(r"blocks\.\d\.(attn\.(qkv|out)|mlp\.(up|down))\.weight")
+
+    def theirs(net):
+        names = {name for name, _ in net.named_parameters() if matrices.fullmatch(name)}
+        hidden = [p for name, p in net.named_parameters() if name in names]
+        decaying = [net.embedding.weight]
+        others = [p for name, p in net.named_parameters() if name not in names and p is not net.embedding.weight]
+        groups = [{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        return [
+            torch.optim.Muon(hidden, lr=0.01, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95)),
+        ]
+
+    torch.testing.assert_close(after_steps(lambda net: [make_optimizer(net, optim)]), after_steps(theirs))
 
 
 WARM_UP = [1 / 3, 2 / 3, 1.0]
