@@ -46,6 +46,8 @@ class Grid(BasicSweeper):
         overrides = OverridesParser.create(config_loader=loader).parse_overrides([*self._parse_config(), *arguments])
         _check_repeated(overrides)
         ((*jobs,),) = self.split_arguments(overrides, None)
+        if not jobs:
+            raise ValueError(f"{' '.join(arguments)}: no option matches glob(...), so there is nothing to run")
         configs = [loader.load_sweep_config(self.config, job) for job in jobs]
         fixed = set.intersection(*map(set, jobs))
         labels = [" ".join(option for option in job if option not in fixed) for job in jobs]
@@ -82,6 +84,9 @@ class SideBySide(Launcher):
         self.n_jobs = n_jobs
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
+        # Not in __init__, whose errors Hydra wraps in words of its own.
+        if self.n_jobs is not None and (not isinstance(self.n_jobs, int) or self.n_jobs < 1):
+            raise ValueError(f"hydra.launcher.n_jobs={self.n_jobs}: how many run at once, or null")
         self.config = config
         self.hydra_context = hydra_context
 

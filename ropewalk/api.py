@@ -204,6 +204,7 @@ def runs(
     return table.results(loaded, reference)
 
 
+@checked
 def train(*overrides: str, config: DictConfig | None = None) -> Path:
     """Train, evaluate and report a run in this process, or resume it, as `python train.py` does with these overrides.
 

@@ -63,3 +63,10 @@ def test_a_file_that_hides_train_py_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=rf"{tmp_path}/train.py, not Ropewalk's: give that file another name"):
         ropewalk.train("pe=rope", "data=markov")
+
+
+@pytest.mark.parametrize(("overrides", "options"), [((["pe=rope"],), {}), ((), {"config": {"pe": "rope"}})])
+def test_train_says_which_argument_has_another_type(overrides, options):
+    """A list in place of its strings, a dictionary in place of what Hydra composes."""
+    with pytest.raises(ValueError, match="Input should be"):
+        ropewalk.train(*overrides, **options)

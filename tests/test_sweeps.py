@@ -67,6 +67,9 @@ def test_a_failing_job_is_named_and_the_others_go_on(train):
         ("pe=rope,nope optim.lr=1e-3,-1", "pe=rope optim.lr=-1: optim.lr=-1"),
         ("optim.lr=interval(0.1,0.2)", "hydra/sweeper=optuna"),
         ("pe=[rope,alibi],nope", "one option at a time"),
+        ("hydra/launcher=side_by_side hydra.launcher.n_jobs=-1", "hydra.launcher.n_jobs=-1: how many run at once"),
+        ("hydra/launcher=side_by_side hydra.launcher.n_jobs=all", "hydra.launcher.n_jobs=all: how many run at once"),
+        ("pe=glob(zz*)", "pe=glob(zz*): no option matches"),
         ("seed=0,1 eval={sequences:3} eval={at:[2]}", "eval={...} is given more than once"),
         ("eval={sequences:3},{sequences:4} eval={at:[2]}", "eval={...} is given more than once"),
     ],
@@ -90,6 +93,7 @@ def planned(train, monkeypatch):
             return dict.fromkeys(commands, side_by_side.Ended("", b"1.0", 1.0))
 
         monkeypatch.setattr(side_by_side, "run_all", run_all)
+        monkeypatch.setattr("__main__.__spec__", None)  # `python -m pytest` has one, train.py has none
         train(*options, "-m", "hydra/launcher=side_by_side")
         return started
 

@@ -102,6 +102,9 @@ def _of_hydra(error: HydraException, message: str) -> str:
         return _unknown_key(str(cause.full_key), [str(name) for name in siblings if name != "hydra"])
     if message.startswith("Could not override '"):
         return unknown_key(message.split("'")[1], ())  # a group of other programs
+    if message.startswith("Ambiguous value"):
+        override = message.split("'")[1]
+        return f"{override}: several values; with -m each is a run, in brackets they are a list, in quotes one text"
     return message
 
 

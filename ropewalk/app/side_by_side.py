@@ -186,7 +186,7 @@ def _shown(running: Mapping[str, Running]) -> Iterator[Any]:
     console = Console()
 
     def lines() -> list[str]:
-        return [f"{name}: {last_line(one.log)}" for name, one in running.items()]
+        return [f"{name}: {last_line(one.log) or 'starting'}" for name, one in running.items()]
 
     if console.is_terminal:
         with Live(console=console, auto_refresh=False, transient=True) as live:

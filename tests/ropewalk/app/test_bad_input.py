@@ -24,7 +24,7 @@ CASES = [
     ("pe=yarm pe.scale=2", "did you mean yarn?"),
     ("--optim.lr=0", "error: optim.lr=0: "),
     ("--batch_size 32", "'batch_size' is not KEY=VALUE"),
-    ("seed=0,1", "--multirun"),
+    ("seed=0,1", "seed=0,1: several values; with -m"),
     ("-m seed=0,1 --cfg=job", "leave out -m"),
     ("wandb=true", "logger=wandb"),
     ("logger.project=x", "logger=wandb"),
