@@ -1,6 +1,6 @@
 """Programs side by side, each in a process of its own with a log of its own: on each core one, or on each GPU.
 
-A step of a small network is a row of small operations, of which a second thread gains little, and a second process all.
+A step of a small network is a row of small operations: a second thread gains little, a second process twice the runs.
 Nothing here imports PyTorch until it is asked which devices there are.
 """
 
@@ -40,6 +40,7 @@ class Running:
     process: subprocess.Popen
     place: Place
     log: Path
+    log_start: int  # where in the log its own lines begin, after those of earlier attempts
     result: int  # the end of a pipe to read from
     started: float = field(default_factory=time.monotonic)
 
@@ -115,6 +116,8 @@ def run_all(commands: Mapping[str, Sequence[str]], places: Sequence[Place], logs
             time.sleep(POLL)
         # After a signal some still run. They stop after a checkpoint, if they had begun to train. Also after Ctrl-C,
         # which has reached them all if it came from a terminal: a second one would kill them.
+        if signals and running:
+            print(f"{signals[0]}: waits for {len(running)} to write a checkpoint", flush=True)
         for one in running.values():
             one.process.terminate()
         for one in running.values():
@@ -141,22 +144,24 @@ def _start(command: Sequence[str], place: Place, log: Path) -> Running:
         environment["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"]
     environment.pop("HYDRA_FULL_ERROR", None)  # set by the command line of this process
     with log.open("a") as file:
+        log_start = file.tell()
         process = subprocess.Popen(
             [sys.executable, "-u", *command], env=environment, pass_fds=[writer], stdin=subprocess.DEVNULL,
             stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
     os.close(writer)
-    return Running(process, place, log, reader)
+    return Running(process, place, log, log_start, reader)
 
 
 def _outcome(one: Running) -> Ended:
     with os.fdopen(one.result, "rb") as file:
         result = file.read()
-    return Ended(_problem(one.process.returncode, one.log), result, time.monotonic() - one.started)
+    return Ended(_problem(one), result, time.monotonic() - one.started)
 
 
-def _problem(code: int, log: Path) -> str:
-    """What an exit code means, and the last line of the log; "" of a program that ended well."""
+def _problem(one: Running) -> str:
+    """What the exit code of a process means, and its last line; "" of one that ended well."""
+    code = one.process.returncode
     if code == 0:
         return ""
     if code in (STOPPED, INTERRUPTED):
@@ -165,14 +170,14 @@ def _problem(code: int, log: Path) -> str:
         return "killed, perhaps for lack of memory"
     if code < 0:
         return f"ended by {signal.Signals(-code).name}"
-    reason = last_line(log).removeprefix("error: ") or f"exit code {code}"
+    reason = last_line(one).removeprefix("error: ") or f"exit code {code}"
     return f"failed: {reason}"
 
 
-def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 2**14))
+def last_line(one: Running) -> str:
+    """The last line that a process has printed so far."""
+    with one.log.open("rb") as file:
+        file.seek(max(one.log_start, one.log.stat().st_size - 2**14))
         lines = file.read().decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
@@ -186,7 +191,7 @@ def _shown(running: Mapping[str, Running]) -> Iterator[Any]:
     console = Console()
 
     def lines() -> list[str]:
-        return [f"{name}: {last_line(one.log) or 'starting'}" for name, one in running.items()]
+        return [f"{name}: {last_line(one) or 'starting'}" for name, one in running.items()]
 
     if console.is_terminal:
         with Live(console=console, auto_refresh=False, transient=True) as live:

@@ -39,6 +39,13 @@ def test_each_end_is_told(tmp_path, capsys):
     assert "killed: killed, perhaps for lack of memory; " in capsys.readouterr().out
 
 
+def test_a_reason_is_not_that_of_an_earlier_attempt(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "silent.txt").write_text("error: what was wrong before\n")
+
+    assert run({"silent": "raise SystemExit(3)"}, [{}], tmp_path)["silent"].problem == "failed: exit code 3"
+
+
 def test_each_gpu_has_a_run_at_a_time(tmp_path, monkeypatch):
     """Those that are visible; several processes of one run have all of them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -92,5 +99,7 @@ def test_a_signal_stops_all_after_a_checkpoint(tmp_path, capsys, name, code):
     assert end.value.code == code
     assert [path.exists() for path in begun] == [True, True, False]
     assert (tmp_path / "logs" / "a.txt").read_text() == "a checkpoint\n"
-    assert f"{name}: stopped, 0 of 3 had ended; the same command goes on" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{name}: waits for 2 to write a checkpoint" in said
+    assert f"{name}: stopped, 0 of 3 had ended; the same command goes on" in said
     assert RESULT not in os.environ
