@@ -49,6 +49,7 @@ NOT_CHECKED = {
     "pip": "installs",
     "lm_eval": "another program",
     "grep": "shows rows of several runs",
+    "xdg-open": "shows a page in a browser",
 }
 # What a command needs that only another command makes.
 NEEDS_A_RUN = ("init_from=", "init_optimizer=", "init_partial=")

@@ -100,6 +100,8 @@ class RunDir:
             is_open = key.startswith("trainer.") and new.get(key) == "auto"
             if not is_open and not key.startswith(FREE):
                 recorded = f"{old.get(key)!r} in {self.path / 'config.yaml'}"
+                if key == "trainer.max_steps":
+                    recorded += f", trained to step {max(steps_in(self.checkpoints), default=0)}"
                 differences.append(f"  {key}: {recorded}, {new.get(key)!r} on this command line")
         if differences:
             title = f"{self.path} holds a run with another configuration:"
