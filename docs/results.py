@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -36,6 +37,7 @@ SHOWN = dict.fromkeys(["fox", "alibi", "fox_rope", "kerple", "nope", "rope"]) | 
     "yarn": "rope read as yarn",
 }
 COUNTER = "a counter of pairs, two numbers, no training"
+CHAINS = {"markov": "Gain over the cut text where chains stay", "switch": "Gain where chains change"}
 COLOURED = [line for line in FIRST if line != "rope"]  # which is in ink
 
 
@@ -60,10 +62,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
             print(f"left out: {path}: {reason}", file=sys.stderr)
         if name == "markov":
             insert(place(name, root), name, full(by_length(results(runs)), costs(root)))
-            # The best of these lines is not the best of all, so the table is made of them alone.
-            first = results(runs._replace(results=runs.results[runs.results.line.isin(FIRST)]))
-            picture = plot.written(plot.gain(first, plot.new(), lines=COLOURED), "svg")
-            write_bytes(root / PICTURE, picture)
+            write_bytes(root / PICTURE, picture(root))
             insert(root / "README.md", "board", headline(ROOT / "board"))
         else:
             lines = write_table(by_length(results(runs)))
@@ -72,6 +71,18 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
             if name in EFFECTS:
                 lines += ["", *effects.rows(runs, EFFECTS[name]())]
             insert(place(name, root), name, lines)
+
+
+def picture(root: Path) -> bytes:
+    """Return the picture of README.md: what FIRST gain on both kinds of chains."""
+    axes = Figure(figsize=(11, 4.4), layout="constrained").subplots(1, 2)
+    for ax, (name, title) in zip(axes, CHAINS.items(), strict=True):
+        runs = frame.load(archive(name, root))
+        # The best of these lines is not the best of all, so the table is made of them alone.
+        table = results(runs._replace(results=runs.results[runs.results.line.isin(FIRST)]))
+        plot.gain(table, ax, lines=COLOURED)
+        plot.titled(ax, title, "bars: 95 % interval; dashed: read otherwise")
+    return plot.written(axes[0], "svg")
 
 
 def archive(name: str, root: Path) -> Path:

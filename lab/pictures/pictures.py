@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 from torch import Tensor
@@ -36,7 +35,7 @@ from model.position.network import for_length, view
 from model.position.ops import sums_to_the_end
 from model.position.relative import Relative
 from model.position.rotary import Rotary
-from ropewalk.report.plot import LIGHT, LINES, dressed, name_lines, titled
+from ropewalk.report.plot import LIGHT, LINES, dressed, name_ends, titled
 
 SCORE = 4.0  # of equal queries and keys
 # Scores of the heads' keys where they decide how positions count.
@@ -206,7 +205,7 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], shape:
         parts = [(BASE, Rotary(shape, layout=first.layout)), *parts]
 
     colours = iter(LINES)
-    ends: list[tuple[float, Line2D]] = []
+    names = []
     for label, pe in parts:
         by_head = scores(pe, distances)
         others = [head for head in range(1, pe.n_head) if not torch.allclose(by_head[0], by_head[head], atol=1e-3)]
@@ -221,15 +220,15 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], shape:
             # What is lower weighs nothing, and leaves the axis.
             y = by_head[head].clamp(min=1.1 * LOWEST)
             width = 1.2 if label == BASE else 1.6
-            (handle,) = ax.plot(distances, y, color=colour, linewidth=width, label=label or head_label)
-            ends.append((float(y[-1]), handle))
+            ax.plot(distances, y, color=colour, linewidth=width)
+            names.append((label or head_label, length - 1, max(float(y[-1]), LOWEST), colour))
 
     ax.axvline(shape.train_len, color=LIGHT.muted, linewidth=0.8, linestyle=(0, (1, 2)))
     ax.set_ylim(LOWEST, 0.3)
     ax.set_xlim(0, length)
     ax.set_xlabel("distance in tokens; dotted: the training length", color=LIGHT.muted)
     titled(ax, name, "ln of a key's weight against the largest, by its distance")
-    name_lines(ax, [handle for _, handle in sorted(ends, key=lambda end: -end[0])])  # from top to bottom
+    name_ends(ax, names)
 
 
 def attention_of(net: GPT, ids: Tensor) -> tuple[list[str], Tensor]:

@@ -48,9 +48,11 @@ def answer(table: pd.DataFrame) -> list[str]:
     """Return the answer of one section of a table, as plain text."""
     table = over_seeds(table)
     rows = headline(table)
+    if rows.empty:
+        return []
     measured = rows[(rows.line != BEST_POSSIBLE) & np.isfinite(rows.value)]
     if measured.empty:
-        return [] if rows.empty else ["No line has a finite loss."]
+        return ["No line has a finite loss."]
     # The longest text that a line of the final weights was measured at: where all lines end, or some fail.
     last = measured[measured.length == measured.length.max()]
     last = last[last.part == worst_part(last)].sort_values("rank", kind="stable")

@@ -18,11 +18,12 @@ from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from matplotlib import ticker, transforms
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+from scipy.optimize import isotonic_regression
 
 from conf.files import printable
 from ropewalk.report.frame import START
@@ -40,7 +41,8 @@ DODGE = 1.2  # points from line to line, so that equal values and their interval
 FLOOR = 0.01  # bits: an axis spans at least so much
 GREY, BEST, COLOURED, REFERENCE = 2, 3, 4, 5  # how far above the others lines are drawn
 POINT = ["line", "seed", "x", "y", "low", "high"]  # columns of what is drawn; the interval may be NaN
-NAME = 30  # characters of a name in a row of the legend
+NAME = 30  # characters of a name in a row beside its line
+Name = tuple[str, float, float, str]  # the name of a line, x and y of its end, and its colour
 TIMELESS: Any = {
     "svg": dict.fromkeys(["Date", "Creator", "Format", "Type"]),
     "pdf": {"CreationDate": None},
@@ -190,11 +192,11 @@ def _limits(
     Args:
         points: POINT.
         shown: values that are on the axis in any case.
-        bounds: of more than MOST lines, what is beyond these is off the axis.
+        bounds: of more than MOST lines and the best possible, what is beyond these is off the axis.
     """
     means = over_seeds(points)
     low, high = min(shown[0], means.y.min()), max(shown[1], means.y.max())
-    if means.line.nunique() > MOST:
+    if means.line[means.line != BEST_POSSIBLE].nunique() > MOST:
         low, high = max(low, bounds[0]), min(high, bounds[1])
     on_axis = means[means.y.between(low, high)]
     room = (high - low) / 2
@@ -273,7 +275,7 @@ def _looks(rows: pd.DataFrame, named: Sequence[str] | None) -> dict[str, dict[st
 def _draw(
     ax: Axes, points: pd.DataFrame, looks: Mapping[str, dict[str, Any]], limits: tuple[float, float], number: str
 ) -> None:
-    """Draw lines within an axis, and name them in the order of their ends.
+    """Draw lines within an axis, and name them beside their ends.
 
     What goes on beyond the axis, a line or an interval, ends in an arrow; a line that ends there has its last value
     beside its name.
@@ -288,7 +290,7 @@ def _draw(
     for axis in (ax.xaxis, ax.yaxis):
         axis.label.set(color=LIGHT.muted, fontsize=WORDS)
     ends = over_seeds(points).drop_duplicates("line", keep="last").sort_values("y", ascending=False, kind="stable")
-    handles: list[Line2D] = []
+    names: list[Name] = []
     for line, end in zip(ends.line, ends.y, strict=True):
         look = looks[line] | {"markersize": 4.5}
         of_line = points[points.line == line]
@@ -296,7 +298,7 @@ def _draw(
         if look["zorder"] == GREY:
             ax.plot(means.x, means.y, **look)
             continue
-        aside = transforms.ScaledTranslation(DODGE / 72 * (len(handles) % 5 - 2), 0, ax.figure.dpi_scale_trans)
+        aside = transforms.ScaledTranslation(DODGE / 72 * (len(names) % 5 - 2), 0, ax.figure.dpi_scale_trans)
         placed = look | {"transform": ax.transData + aside}
         if line == BEST_POSSIBLE:  # which is known
             means = means.assign(low=math.nan, high=math.nan)
@@ -314,27 +316,42 @@ def _draw(
             words = " diverged"
         elif not low <= end <= high:
             words = f" {'↓' if end < low else '↑'} {number.format(end)}"
-        handles.append(Line2D([], [], **look, label=line + words))
-    if len(ends) > len(handles):
-        handles.append(Line2D([], [], color=LIGHT.grey, label=f"{len(ends) - len(handles)} more"))
-    name_lines(ax, handles)
+        # A line that diverged has no end: its name stands at the top.
+        place = high if math.isnan(end) else min(max(end, low), high)
+        names.append((line + words, means.x.iloc[-1], place, look["color"]))
+    if len(ends) > len(names):
+        names.append((f"{len(ends) - len(names)} more", points.x.max(), low, LIGHT.grey))
+    name_ends(ax, names)
 
 
-def name_lines(ax: Axes, handles: Sequence[Line2D]) -> None:
-    """Write the labels of lines right of the axes, from top to bottom."""
-    names = [textwrap.fill(printable(str(handle.get_label())), NAME) for handle in handles]
-    legend = ax.legend(
-        handles,
-        names,
-        loc="upper left",
-        bbox_to_anchor=(1, 1),
-        frameon=False,
-        fontsize=WORDS,
-        labelcolor="linecolor",
-        labelspacing=0.35,
-    )
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a name may have a $
+def name_ends(ax: Axes, names: Sequence[Name]) -> None:
+    """Write names right of the axes, each beside the end of its line and none upon another."""
+    ax.figure.draw_without_rendering()  # type: ignore[union-attr]
+    box = ax.get_window_extent()
+    wanted = [(ax.transData.transform((x, y))[1] - box.y0) / box.height for _, x, y, _ in names]
+    rows = [textwrap.fill(printable(name), NAME) for name, *_ in names]
+    line_height = 1.25 * WORDS * ax.figure.dpi / 72 / box.height
+    heights = [line_height * (text.count("\n") + 1) for text in rows]
+    for (_, x, y, color), text, place in zip(names, rows, _spread(wanted, heights), strict=True):
+        ax.annotate(
+            text, (x, y), xytext=(1.05, place), textcoords="axes fraction", annotation_clip=False, va="center",
+            color=color, fontsize=WORDS, parse_math=False,
+            arrowprops={
+                "arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5),
+            },
+        )  # fmt: skip
+
+
+def _spread(wanted: Sequence[float], heights: Sequence[float]) -> np.ndarray:
+    """Return places for names of these heights, as near to the wanted ones as can be, in their order, from 0 to 1."""
+    # Without the room that the names below one take, places must only not fall: the least squares of a regression.
+    order = np.argsort(wanted, kind="stable")
+    sizes = np.array(heights)[order]
+    below = np.cumsum(sizes) - sizes[0] / 2 - sizes / 2
+    rising = isotonic_regression(np.array(wanted)[order] - below).x
+    places = np.empty(len(wanted))
+    places[order] = np.clip(rising, 0.0, max(0.0, 1.0 - below[-1])) + below
+    return places
 
 
 def titled(ax: Axes, title: str, note: str = "") -> None:

@@ -176,7 +176,7 @@ def _read(path: Path) -> tuple[Progress, dict[str, Tensor]]:
 
 def _all_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors in the two parts of a checkpoint, as "model/NAME" and "optimizer/NAME"."""
-    return {f"{part}/{name}": value for part in ("model", "optimizer") for name, value in state[part].items()}
+    return {f"{part}/{name}": value for part in ("model", "optimizer") for name, value in state.get(part, {}).items()}
 
 
 def _check(path: Path, expected: dict[str, Tensor]) -> None:

@@ -115,7 +115,7 @@ def test_of_few_lines_none_leaves_the_axis(table):
 
 
 def names_of(ax):
-    return [text.get_text() for text in ax.get_legend().get_texts()]
+    return [text.get_text() for text in ax.texts]
 
 
 def arrows_of(ax):
