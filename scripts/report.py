@@ -30,7 +30,7 @@ from ropewalk.evaluation import archive
 from ropewalk.report import frame, page, table
 
 Format = Literal["html", "md", "csv", "svg", "png", "pdf", "parquet"]
-TEXTS = {"md": page.markdown, "csv": page.csv, "html": page.html}
+TEXTS = {"md": page.markdown, "csv": page.csv}  # without out=, to the terminal
 
 
 class Arguments(Section):
@@ -57,26 +57,31 @@ def main(args: Arguments) -> None:
 
     # In the first folder, as some of `folders` may be files of results; without one where the program runs.
     first_folder = next((Path(folder) for folder in folders if Path(folder).is_dir()), Path())
-    out = Path(args.out or first_folder / Path(page.PAGE).with_suffix(f".{kind}"))
-    is_printed = args.out is None and kind in ("md", "csv")
-    if is_printed:
-        sys.stdout.write(printable(TEXTS[kind](runs, args.reference)))
-    else:
-        write(out, kind, runs, args)
+    out = None
+    if args.out or kind not in TEXTS:
+        out = Path(args.out or first_folder / Path(page.PAGE).with_suffix(f".{kind}"))
+    write(out, kind, runs, args)
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
-    if is_printed:
+    if out:
+        complete = sum(runs.runs.get("done", []))
+        print(f"wrote {out}: {complete} complete runs, {len(runs.left_out)} left out")
+
+
+def write(out: Path | None, kind: str, runs: frame.Runs, args: Arguments) -> None:
+    """Write the runs in one of the formats; a text without a file to the terminal."""
+    if kind in TEXTS:
+        text = printable(TEXTS[kind](runs, args.reference))
+        if out:
+            write_text(out, text)
+        else:
+            sys.stdout.write(text)
         return
-    complete = sum(runs.runs.get("done", []))
-    print(f"wrote {out}: {complete} complete runs, {len(runs.left_out)} left out")
-
-
-def write(out: Path, kind: str, runs: frame.Runs, args: Arguments) -> None:
-    """Write the runs in one of the formats."""
+    assert out
     if kind == "parquet":
         archive.write(out, runs.runs, runs.results)
-    elif kind in TEXTS:
-        write_text(out, printable(TEXTS[kind](runs, args.reference)))
+    elif kind == "html":
+        write_text(out, page.html(runs, args.reference))
     else:
         write_bytes(out, picture(kind, runs, args))
 

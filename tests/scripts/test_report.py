@@ -38,6 +38,7 @@ def test_a_format_is_that_of_the_file_or_the_one_asked_for(report, tmp_path):
         out = tmp_path / f"t.{kind}"
         assert report(runs, f"out={out}").out == f"wrote {out}: 1 complete runs, 1 left out\n"
         assert out.read_bytes().startswith(start)
+        assert b"\\xa0" not in out.read_bytes()  # the blanks of a page that keep a number together
     assert "one of .html, .md" in report(runs, "out=t.jpg", code=2).err
     assert "alibi-code: not finished" in report(runs, "format=pdf").err
     assert (runs / "report.pdf").read_bytes().startswith(b"%PDF")
