@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
-from filelock import AcquireReturnProxy, FileLock, Timeout
 
 PATIENCE = 6  # seconds that a lock is waited for: workers of a killed process may hold it for five
 LONGEST = 86_400  # seconds that preparing a large corpus may take
@@ -74,8 +73,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _locked(folder: Path) -> AcquireReturnProxy:
+def _locked(folder: Path) -> contextlib.AbstractContextManager:
     """Lock `folder`, which others may be filling; says so if it must wait. Raises ValueError: it waited for LONGEST."""
+    from filelock import FileLock, Timeout  # here, since a mistake on the command line is answered without it
+
     lock = folder.with_name(f".{folder.name}.lock")
     for seconds in (PATIENCE, LONGEST):
         with contextlib.suppress(Timeout):
