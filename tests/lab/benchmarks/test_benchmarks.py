@@ -74,7 +74,7 @@ def test_a_folder_without_nanogpt_is_refused(options, tmp_path):
         next(bench.MODES["peers"](options.model_copy(update={"nanogpt": str(tmp_path)})))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_script_for_a_gpu_runs_each_part():
     """At small sizes on the CPU. The check of kernels has too few seconds here, and says so."""
     root = Path(bench.__file__).parents[1]
