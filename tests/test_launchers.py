@@ -29,7 +29,7 @@ def runs_of(train):
     return {path.parent.name: RunDir(load_config(path.parent)) for path in train.runs.glob("*/training.json")}
 
 
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+@pytest.mark.parametrize("launcher", [pytest.param("joblib", marks=pytest.mark.slow), "submitit_local"])
 def test_other_launchers_run_a_sweep(train, launcher):
     sweep(train, f"hydra/launcher={launcher}", "pe=rope,nope")
 
