@@ -136,7 +136,6 @@ class Due(NamedTuple):
     measuring: bool
     saving: bool
     showing: bool  # how far it is, on the screen
-    sampling: bool
     stopping: bool
 
 
@@ -214,7 +213,7 @@ class Training:
                 norms.append(norm)
 
                 due = self.due(step, time.perf_counter() - saved, told_to_stop=bool(signals), showing=screen.is_due())
-                if due.logging or due.measuring or due.saving or due.showing or due.sampling:
+                if due.logging or due.measuring or due.saving or due.showing:
                     # A GPU only queues steps. Reading their norms waits for them, and then the clock is read.
                     check_finite(self.net, norms, step, cfg.optim)
                     norms.clear()
@@ -228,10 +227,8 @@ class Training:
                         totals.zero_()
                     elif due.showing:
                         screen.show(rows.training_row(progress, cfg))
-                    if due.sampling:
-                        logger.sample(self.evaluator.sample(), step)
                     if due.measuring:
-                        self.evaluator.measure(run, step)
+                        self.evaluator.look(run, step, logger.sample)
                     if due.saving:
                         # The rows must reach the disk before the checkpoint that counts them.
                         run.sync()
@@ -262,10 +259,9 @@ class Training:
         return Due(
             logging=step % t.log_every == 0 or step == 1 or validating,
             validating=validating,
-            measuring=step in self.cfg.eval.at,
+            measuring=self.evaluator.looks_at(step),
             saving=step % t.checkpoint_every == 0 or last or late or stopping,
             showing=showing,
-            sampling=t.sample_every > 0 and step % t.sample_every == 0,
             stopping=stopping,
         )
 

@@ -1,13 +1,11 @@
 """Keys and values as other programs have them, or as ours without their section; and what each is here."""
 
 _RESUME = "the same command resumes a run; init_from=RUN starts another one from its weights"
-_NO_CALLBACKS = "there are no callbacks: the loop is `Training.fit` in train.py, where a line of yours has its place"
 _OPTIMIZER = "optim=adamw, optim=muon, or another: 'optim.optimizer={_target_: torch.optim.SGD, momentum: 0.9}'"
 _LOGGER = "a logger of Lightning's by its _target_: docs/usage.md, Watching runs, has the command"
 _TRIAL = "experiment=quick is a run of seconds"
 _FILES = "data=text data.files='FOLDER/**/*' reads your own files"
 _HUB = "data=hf data.path=OWNER/NAME reads a dataset of the hub"
-_TIME = "trainer.time_limit, in minutes"
 _FP16 = "there is no fp16, whose gradients would need scaling: trainer.precision=bf16-mixed"
 
 # Key, last word of a key, WORD=VALUE, GROUP=OPTION or WORD=TYPE -> the answer.
@@ -18,7 +16,7 @@ FOREIGN = {
     "batch_size_per_device": "trainer.batch_size, which counts the sequences of all processes",
     "bf16": "trainer.precision=bf16-mixed",
     "block_size": "train_len",
-    "callbacks": _NO_CALLBACKS,
+    "callbacks": "there are no callbacks: the loop is `Training.fit` in train.py, where a line of yours has its place",
     "check_val_every_n_epoch": "trainer.val_every",
     "ckpt_path": _RESUME,
     "context_length": "train_len",
@@ -83,7 +81,7 @@ FOREIGN = {
     "max_position_embeddings": "train_len",
     "max_seq_length": "train_len",
     "max_steps": "trainer.max_steps",
-    "max_time": _TIME,
+    "max_time": "trainer.time_limit, in minutes",
     "ema": "there is no average of weights; optim.schedule=wsd has much of what it is for",
     "model=gpt2": "model=small, or init_from=hf:gpt2 for its weights",
     "model.pe": "pe=NAME",

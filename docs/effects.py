@@ -35,7 +35,7 @@ def rows(runs: Runs, effects: Effects) -> list[str]:
             shown = ""
         length = f"{effects[name][0] * train_len:g} tokens"
         cells.append([name, length, e.seeds, amount(*e[:3], sign="+"), shown])
-    return markdown_table(["effect", "at", "seeds", unit, "p"], cells)
+    return markdown_table([["effect", "at", "seeds", unit, "p"], *cells])
 
 
 def effect(runs: Runs, length: int, weights: Weights) -> Estimate:

@@ -128,12 +128,6 @@ def tabulated(table: pd.DataFrame, columns: Mapping[str, tuple[str, int]]) -> li
     return rows
 
 
-def in_markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a header and rows as Markdown."""
-    header, *others = rows
-    return markdown_table(header, others)
-
-
 def headline(folder: Path) -> list[str]:
     """Return the table of README.md: what encodings of the board gain on both kinds of chains, best score first."""
     verdicts = {verdict.encoding: verdict.measured for verdict in board.verdicts(folder)}
@@ -147,7 +141,7 @@ def headline(folder: Path) -> list[str]:
         rows.append([name, *gains, f"{measured.scores().mean():.0f}"])
     kinds = [f"where {kind}, of {most}" for kind, most in zip(("chains stay", "chains change"), possible, strict=True)]
     note = "Bits per token; 20 seeds of rope, fox and the counter, 5 of the others; ± is a 95 % interval over them."
-    return [*in_markdown([["gained at 8x over the cut text", *kinds, "score"], *rows]), "", note]
+    return [*markdown_table([["gained at 8x over the cut text", *kinds, "score"], *rows]), "", note]
 
 
 def costs(root: Path) -> dict[str, str]:
@@ -175,7 +169,7 @@ def full(table: pd.DataFrame, costs: Mapping[str, str] | None = None) -> list[st
     if costs is not None:
         for row in rows:
             row.append(({"": "time of a step"} | costs).get(row[0], ""))
-    return in_markdown(rows)
+    return markdown_table(rows)
 
 
 def counted(switch: float) -> str:
@@ -195,7 +189,7 @@ def gains(table: pd.DataFrame) -> list[str]:
     train_len = table.train_len.iloc[0]
     longer = sorted(table.length[table.length > train_len].unique())
     columns = {f"gain at {length / train_len:g}x": ("gain", length) for length in longer}
-    return in_markdown(tabulated(table, {"above at 1x": ("above", train_len)} | columns))
+    return markdown_table(tabulated(table, {"above at 1x": ("above", train_len)} | columns))
 
 
 def against_rope(table: pd.DataFrame) -> list[str]:
@@ -207,7 +201,7 @@ def against_rope(table: pd.DataFrame) -> list[str]:
         "gain at 2x": ("gain", 2 * train_len),
         "gain at 8x": ("gain", 8 * train_len),
     }
-    return in_markdown(tabulated(table, columns))
+    return markdown_table(tabulated(table, columns))
 
 
 def paired(table: pd.DataFrame) -> list[str]:
@@ -217,13 +211,13 @@ def paired(table: pd.DataFrame) -> list[str]:
     for length in lengths:
         words = f"against {table.reference.max()} " if length == lengths[0] else ""
         columns[f"{words}at {length / train_len:g}x"] = ("difference", length)
-    return in_markdown(tabulated(table, columns))
+    return markdown_table(tabulated(table, columns))
 
 
 def at_lengths(table: pd.DataFrame) -> list[str]:
     """Return a table of the losses at all lengths."""
     lengths = sorted(table.length.unique())
-    return in_markdown(tabulated(table, {f"{table.unit.iloc[0]} at {n}": ("value", n) for n in lengths}))
+    return markdown_table(tabulated(table, {f"{table.unit.iloc[0]} at {n}": ("value", n) for n in lengths}))
 
 
 def insert(file: Path, name: str, lines: Sequence[str]) -> None:

@@ -64,8 +64,7 @@ def main(args: Arguments) -> None:
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
     if out:
-        complete = sum(runs.runs.get("done", []))
-        print(f"wrote {out}: {complete} complete runs, {len(runs.left_out)} left out")
+        print(f"wrote {out}: {sum(runs.runs.get('done', []))} complete runs, {len(runs.left_out)} left out")
 
 
 def write(out: Path | None, kind: str, runs: frame.Runs, args: Arguments) -> None:

@@ -41,16 +41,22 @@ def check(wanted: Options) -> bool:
     rows = [{"encoding": name, "problem": said or "none"} for name, said in problems.items()]
     print(*markdown(rows), sep="\n", flush=True)
 
+    problems |= speed(options, stop)
+    wrong = "; ".join(f"{name}: {said}" for name, said in problems.items() if said)
+    print(f"\n**Not exact, or not checked**: {wrong}" if wrong else f"\nAll {len(rows)} checks are exact.")
+    return bool(wrong)
+
+
+def speed(options: Options, stop: float) -> dict[str, str]:
+    """Print the tables of speed, and return what each says that could not be made, by its name."""
+    problems = {}
     # Training comes last: a compiler takes half a minute for each encoding.
     for mode, batch in (("attention", options.batch), ("attention", 1), ("training", options.trainer["batch_size"])):
         table = in_time(stop, partial(outcome_of, bench(options, mode, batch)))
         print(f"\n## {mode}, batch {batch}\n\n{table}", flush=True)
         if "| " not in table:
             problems[f"speed of {mode}"] = table
-
-    wrong = "; ".join(f"{name}: {said}" for name, said in problems.items() if said)
-    print(f"\n**Not exact, or not checked**: {wrong}" if wrong else f"\nAll {len(rows)} checks are exact.")
-    return bool(wrong)
+    return problems
 
 
 def exactness(options: Options, names: list[str], stop: float) -> dict[str, str]:

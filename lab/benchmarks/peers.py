@@ -206,8 +206,13 @@ def _optimizer(net: Any, optim: Optim, device: str) -> torch.optim.Optimizer:
 _sides: list[Side] = []  # of a process that has one
 
 
+def _ask(process: Executor, options: Any, name: str, what: str) -> float:
+    """A measurement of a peer in its own process."""
+    return process.submit(_asked, options, name, what).result()
+
+
 def _asked(options: Any, name: str, what: str) -> float:
-    """A measurement of a peer, in a process of its own."""
+    """The same within that process: what the method `what` of a `Side` returns."""
     if not _sides:
         _sides.append(Side(options, PEERS[name], own=False))
     return float(getattr(_sides[0], what)())
@@ -228,10 +233,7 @@ def peers(options: Any) -> Iterator[Row]:
             continue
         print(name, file=sys.stderr, flush=True)
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
-
-            def theirs(what: str, process: Executor = process, name: str = name) -> float:
-                return process.submit(_asked, options, name, what).result()
-
+            theirs = partial(_ask, process, options, name)
             try:
                 their_loss = theirs("first_loss")
             except ImportError as error:

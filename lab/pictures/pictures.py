@@ -282,7 +282,7 @@ def shares_on(ax: Axes, rows: Mapping[str, Tensor]) -> None:
     dressed(ax)
     for number, shares in enumerate(rows.values()):
         for column, share in enumerate(shares.tolist()):
-            # A share is how much of one colour there is, so that it is right on a light and on a dark page.
+            # A share is how much of one colour there is.
             look = {"facecolor": LINES[0], "alpha": min(1.0, 0.75 * share), "linewidth": 0}
             ax.add_patch(Rectangle((column + 0.02, number + 0.02), 0.96, 0.96, **look))
     ax.set_xlim(0, len(next(iter(rows.values()))))

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -114,19 +114,23 @@ def run_all(commands: Mapping[str, Sequence[str]], places: Sequence[Place], logs
                 print(f"{name}: {_said(ended, name, len(commands), at_once)}", flush=True)
             show()
             time.sleep(POLL)
-        # After a signal some still run. They stop after a checkpoint, if they had begun to train. Also after Ctrl-C,
-        # which has reached them all if it came from a terminal: a second one would kill them.
-        if signals and running:
-            print(f"{signals[0]}: waits for {len(running)} to write a checkpoint", flush=True)
-        for one in running.values():
-            one.process.terminate()
-        for one in running.values():
-            one.process.wait()
-            os.close(one.result)
+        if running:
+            _stop(running.values(), signals[0])
     if signals:
         print(f"{signals[0]}: stopped, {len(ended)} of {len(commands)} had ended; the same command goes on", flush=True)
         raise SystemExit(INTERRUPTED if "SIGINT" in signals else STOPPED)
     return ended
+
+
+def _stop(running: Collection[Running], reason: str) -> None:
+    """Let programs stop after a checkpoint, if they had begun to train."""
+    print(f"{reason}: waits for {len(running)} to write a checkpoint", flush=True)
+    # Also after Ctrl-C, which has reached them all if it came from a terminal: a second one would kill them.
+    for one in running:
+        one.process.terminate()
+    for one in running:
+        one.process.wait()
+        os.close(one.result)
 
 
 def _said(ended: Mapping[str, Ended], name: str, of: int, at_once: int) -> str:

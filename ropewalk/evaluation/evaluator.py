@@ -151,6 +151,20 @@ class Evaluator:
         """The measures that `cfg.eval` asks for."""
         return plans(self.data, self.cfg)
 
+    def looks_at(self, step: int) -> bool:
+        """Whether the weights after this step of training are measured, or write a sample."""
+        return step in self.cfg.eval.at or self._samples(step)
+
+    def _samples(self, step: int) -> bool:
+        return self.cfg.trainer.sample_every > 0 and step % self.cfg.trainer.sample_every == 0
+
+    def look(self, run: RunDir, step: int, show: Callable[[str, int], None]) -> None:
+        """Do what is due while a run trains: `show` a sample and its step, measure the weights."""
+        if self._samples(step):
+            show(self.sample(), step)
+        if step in self.cfg.eval.at:
+            self.measure(run, step)
+
     @torch.no_grad()
     def sample(self) -> str:
         """What the network writes, each time the likeliest token, after the first half of a text: at most 64 tokens.

@@ -207,7 +207,7 @@ def markdown(runs: Runs, reference: str = "rope") -> str:
         lines += [f"## {escaped(title)}", "", *sentences, ""]
         for heading, cells in grids(table, runs.left_out):
             rows = list(cells.itertuples(name=None))
-            lines += [f"{escaped(heading)}.", "", *markdown_table(["", *cells], rows), ""]
+            lines += [f"{escaped(heading)}.", "", *markdown_table([["", *cells], *rows]), ""]
     return "\n".join(lines)
 
 
@@ -216,9 +216,9 @@ def escaped(text: object) -> str:
     return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", str(text).replace("\n", " "))
 
 
-def markdown_table(header: Sequence[object], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return the lines of a table in Markdown; the cells are any text."""
-    return [f"| {' | '.join(map(escaped, row))} |" for row in [header, ["---"] * len(header), *rows]]
+def markdown_table(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return the lines of a table in Markdown, whose first row is the header; the cells are any text."""
+    return [f"| {' | '.join(map(escaped, row))} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]]]
 
 
 def csv(runs: Runs, reference: str = "rope") -> str:

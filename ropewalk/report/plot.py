@@ -317,8 +317,8 @@ def _draw(
         elif not low <= end <= high:
             words = f" {'↓' if end < low else '↑'} {number.format(end)}"
         # A line that diverged has no end: its name stands at the top.
-        place = high if math.isnan(end) else min(max(end, low), high)
-        names.append((line + words, means.x.iloc[-1], place, look["color"]))
+        beside = high if math.isnan(end) else min(max(end, low), high)
+        names.append((line + words, means.x.iloc[-1], beside, look["color"]))
     if len(ends) > len(names):
         names.append((f"{len(ends) - len(names)} more", points.x.max(), low, LIGHT.grey))
     name_ends(ax, names)
