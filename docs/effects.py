@@ -1,7 +1,10 @@
-"""Effects: differences between lines of some runs and differences of those, with tests; docs/results.py prints them."""
+"""Effects: weighted sums of losses, with tests. docs/log/tables.yaml names them, and docs/results.py prints them."""
 
-from collections.abc import Mapping
-from itertools import product
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
+from math import prod
+from typing import Any, NamedTuple
 
 from scipy import stats
 
@@ -12,29 +15,89 @@ from ropewalk.report.frame import Runs
 from ropewalk.report.page import markdown_table
 
 Weights = Mapping[str, float]  # by line: what its loss is multiplied by; they sum to 0
-Effects = Mapping[str, tuple[float, Weights]]  # by name: the length as a multiple of the training length, the weights
 
 
-def rows(runs: Runs, effects: Effects) -> list[str]:
-    """Return a table of weighted sums of losses, and the probability of each if it were 0.
+class Effect(NamedTuple):
+    """A weighted sum of losses."""
+
+    name: str
+    times: float  # the length of the texts, as a multiple of the training length
+    weights: Weights
+
+
+class Section(NamedTuple):
+    """The effects that are corrected together: a section of tables.yaml."""
+
+    page: str  # of docs/log
+    archives: Mapping[str, str]  # by archive: words that tell it from the others; each effect is taken in each of them
+    effects: Sequence[Effect]
+
+
+def section(name: str, of: Mapping[str, Any]) -> Section:
+    """Return the section `of` tables.yaml."""
+    known = factorial(of["cells"], of["factors"]) if "cells" in of else {}
+    effects = []
+    for effect, terms in of["effects"].items():
+        at = terms.get("at", of["at"])
+        known[effect] = summed({term: factor for term, factor in terms.items() if term != "at"}, known)
+        effects += [Effect(effect, times, known[effect]) for times in at]
+    return Section(of.get("page", name), of.get("archives", {name: ""}), effects)
+
+
+def summed(terms: Weights, known: Mapping[str, Weights]) -> Weights:
+    """The weights of a sum of `terms`, each a line or one of the effects that are `known`."""
+    total: Counter[str] = Counter()
+    for term, factor in terms.items():
+        for line, weight in known.get(term, {term: 1}).items():
+            total[line] += factor * weight
+    return total
+
+
+def factorial(cells: str, factors: Mapping[str, Sequence[Any]]) -> dict[str, Weights]:
+    """The effects in a design of all cells: by "a" the mean with less that without it, by "a x b" what b changes of a.
+
+    Args:
+        cells: the name of a cell's line, with each factor in braces.
+        factors: by name: what stands in the place of the braces without and with it.
+    """
+    signs = {}
+    for choice in product((0, 1), repeat=len(factors)):
+        words = {name: values[on] for (name, values), on in zip(factors.items(), choice, strict=True)}
+        signs[cells.format(**words)] = dict(zip(factors, [2 * on - 1 for on in choice], strict=True))
+    effects: dict[str, Weights] = {}
+    for number in (1, 2):
+        for chosen in combinations(factors, number):
+            share = 2**number / len(signs)
+            effects[" x ".join(chosen)] = {
+                line: share * prod(sign[name] for name in chosen) for line, sign in signs.items()
+            }
+    return effects
+
+
+def rows(effects: Sequence[Effect], archives: Mapping[str, Runs]) -> list[str]:
+    """Return a table of the effects in each of some archives, and the probability of each if it were 0.
 
     The interval is over seeds and texts, as everywhere. The test has seeds - 1 degrees of freedom, the fewest that it
-    can have, and Holm's correction for all effects.
+    can have, and Holm's correction for all rows.
+
+    Args:
+        archives: by the words that tell one from the others, "" for a single one.
     """
-    losses = runs.results[(runs.results.kind == "lengths") & (runs.results.quantity == "loss")]
-    (train_len,) = losses.train_len.unique()  # of all lines
-    (unit,) = losses.unit.unique()
-    estimates = {}
-    for name, (multiple, weights) in effects.items():
-        estimates[name] = effect(runs, round(multiple * train_len), weights)
-    corrected = holm([p_value(e) for e in estimates.values()])
     cells = []
-    for (name, e), p in zip(estimates.items(), corrected, strict=True):
+    p_values = []
+    for words, runs in archives.items():
+        losses = runs.results[(runs.results.kind == "lengths") & (runs.results.quantity == "loss")]
+        (train_len,) = losses.train_len.unique()  # of all lines
+        (unit,) = losses.unit.unique()
+        for name, times, weights in effects:
+            length = round(times * train_len)
+            e = effect(runs, length, weights)
+            cells.append([f"{name}, {words}" if words else name, f"{length} tokens", e.seeds, amount(*e[:3], sign="+")])
+            # One seed leaves no degree of freedom, and so no test.
+            p_values.append(p_value(e) if e.seeds > 1 else 1.0)
+    for row, p in zip(cells, holm(p_values), strict=True):
         shown = "< 0.001" if p < 0.001 else f"{p:.3f}"
-        if e.seeds == 1:  # which leaves no degree of freedom
-            shown = ""
-        length = f"{effects[name][0] * train_len:g} tokens"
-        cells.append([name, length, e.seeds, amount(*e[:3], sign="+"), shown])
+        row.append("" if row[2] == 1 else shown)
     return markdown_table([["effect", "at", "seeds", unit, "p"], *cells])
 
 
@@ -55,74 +118,3 @@ def effect(runs: Runs, length: int, weights: Weights) -> Estimate:
 def p_value(e: Estimate) -> float:
     """Return the two-sided probability of an effect as large if it were 0, by Student's t over the seeds."""
     return float(2 * stats.t.sf(abs(e.value) / e.error, e.seeds - 1))
-
-
-def of_norm() -> dict[str, tuple[float, Weights]]:
-    """What each repair of RoPE is worth at 8x, with and without the norm of queries and keys: docs/log/qk_norm.md."""
-    effects: dict[str, tuple[float, Weights]] = {}
-    for word, norm in (("normed", "norm-true"), ("not normed", "norm-false")):
-        rope, p_rope, ssmax = f"rope-{norm}", f"p_rope-{norm}", f"rope-ssmax-{norm}"
-        effects |= {
-            f"angles, {word}": (8, {rope: 1, p_rope: -1}),
-            f"keys, {word}": (8, {rope: 1, ssmax: -1}),
-            f"keys by log, {word}": (8, {rope: 1, f"{rope} read as rope": -1}),
-            f"keys after angles, {word}": (8, {p_rope: 1, f"p_rope-ssmax-{norm}": -1}),
-            f"angles minus keys, {word}": (8, {ssmax: 1, p_rope: -1}),
-            f"keys less keys after angles, {word}": (8, {rope: 1, ssmax: -1, p_rope: -1, f"p_rope-ssmax-{norm}": 1}),
-        }
-    for name in ("angles", "keys"):
-        _, normed = effects[f"{name}, normed"]
-        _, plain = effects[f"{name}, not normed"]
-        negated = {line: -weight for line, weight in plain.items()}
-        effects[f"{name}, normed minus not"] = (8, {**normed, **negated})
-    return effects
-
-
-def of_dropping() -> dict[str, tuple[float, Weights]]:
-    """What dropping RoPE costs at 1x and is worth at 8x, by what else carries order: docs/log/dropping.md."""
-    effects: dict[str, tuple[float, Weights]] = {}
-    for order in ("none", "key_offset", "conv", "window", "memory"):
-        dropped, kept, nope = f"dropped-{order}", f"kept-{order}", f"nope-{order}"
-        effects |= {
-            f"dropped minus kept, {order}": (1, {dropped: 1, kept: -1}),
-            f"dropped minus kept, {order} ": (8, {dropped: 1, kept: -1}),
-            f"dropped minus NoPE from scratch, {order}": (8, {dropped: 1, nope: -1}),
-        }
-    return effects
-
-
-def of_newer() -> dict[str, tuple[float, Weights]]:
-    """By how much each newer encoding is behind an older one at 8x: docs/log/newer.md."""
-    repaired = "p_rope"  # with ssmax
-    pairs = [
-        ("lerope (optim.pe_lr_scale 1.0)", repaired),
-        ("lerope (optim.pe_lr_scale 10.0)", repaired),
-        ("scale_invariant", repaired),
-        ("scale_invariant", "rope"),
-        ("half_rope_nope", "window-nope"),
-        ("gated_delta", "fox"),
-        ("gated_delta (model.conv 4)", "fox (model.conv 4)"),
-        ("gated_delta-nope", "window-nope"),
-    ]
-    return {f"{newer} minus {older}": (8, {newer: 1, older: -1}) for newer, older in pairs}
-
-
-def of_features() -> dict[str, tuple[float, Weights]]:
-    """What four features of a network cost after an extension, and each more of them: docs/log/olmpool.md."""
-    # In each pair the second is the feature.
-    choices = {
-        "length": ("128", "32"),
-        "norm": ("false", "true"),
-        "heads": ("four", "one"),
-        "window": ("none", "quarter"),
-    }
-    lines = {}
-    for switches in product((0, 1), repeat=len(choices)):
-        words = [f"{name}-{values[on]}" for (name, values), on in zip(choices.items(), switches, strict=True)]
-        lines["extended-" + "-".join(words)] = switches
-    effects: dict[str, tuple[float, Weights]] = {}
-    for place, name in enumerate(choices):
-        effects[name] = (1, {line: (2 * switches[place] - 1) / 8 for line, switches in lines.items()})
-    # The slope of a least-squares line through all 16 over the number of features, of mean 2 and sum of squares 16.
-    effects["each feature more"] = (1, {line: (sum(switches) - 2) / 16 for line, switches in lines.items()})
-    return effects

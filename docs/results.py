@@ -6,11 +6,12 @@ python docs/results.py markov runs/markov    first gather the runs in these fold
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import yaml
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +29,7 @@ from ropewalk.report.page import markdown_table  # noqa: E402
 from ropewalk.report.table import BEST_POSSIBLE, by_length, interval, over_seeds, results  # noqa: E402
 
 PICTURE = "docs/gain.svg"
+TABLES = yaml.safe_load((ROOT / "docs/log/tables.yaml").read_text(encoding="utf-8"))
 BY_SEED = "by seed"  # in the place of a column: bits above the best possible loss of each seed, in their order
 # What README's picture shows: what most people ask for, and the best.
 FIRST = ("fox", "kerple", "alibi", "cope", "nope", "rope", "rope read as rerope", "rope read as yarn at scale 8")
@@ -52,32 +54,39 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
         name, *folders = arguments
         gathered = frame.load(folders)
         write(archive(name, root), gathered.runs, gathered.results)
-    for name, write_table in ARCHIVES.items():
+    for name, described in TABLES["tables"].items():
         if not archive(name, root).is_file():
             continue  # its runs are not done
-        runs = frame.load(archive(name, root))
-        # What a run started from is no row, and nobody's control.
-        runs = runs._replace(results=runs.results[~runs.results.line.str.startswith(frame.START)])
-        for path, reason in runs.left_out:
-            print(f"left out: {path}: {reason}", file=sys.stderr)
+        table = by_length(results(loaded(archive(name, root))))
+        rows = tabulated(table, described["columns"])
         if name == "markov":
-            insert(place(name, root), name, full(by_length(results(runs)), costs(root)))
+            with_costs(rows, root)
             write_bytes(root / PICTURE, picture(root))
             insert(root / "README.md", "board", headline(ROOT / "board"))
-        else:
-            lines = write_table(by_length(results(runs)))
-            if name in COUNTED:
-                lines += ["", counted(COUNTED[name])]
-            if name in EFFECTS:
-                lines += ["", *effects.rows(runs, EFFECTS[name]())]
-            insert(place(name, root), name, lines)
+        lines = markdown_table(rows)
+        if "counted" in described:
+            lines += ["", counted(described["counted"])]
+        insert(page(described.get("page", name), root), name, lines)
+    for name, described in TABLES["effects"].items():
+        section = effects.section(name, described)
+        if all(archive(of, root).is_file() for of in section.archives):
+            of_archives = {words: loaded(archive(of, root)) for of, words in section.archives.items()}
+            insert(page(section.page, root), f"effects of {name}", effects.rows(section.effects, of_archives))
+
+
+def loaded(file: Path) -> frame.Runs:
+    """Return the runs of an archive without those that others started from, which are no row and nobody's control."""
+    runs = frame.load(file)
+    for path, reason in runs.left_out:
+        print(f"left out: {path}: {reason}", file=sys.stderr)
+    return runs._replace(results=runs.results[~runs.results.line.str.startswith(frame.START)])
 
 
 def picture(root: Path) -> bytes:
     """Return the picture of README.md: what FIRST gain on both kinds of chains."""
     axes = Figure(figsize=(11, 4.4), layout="constrained").subplots(1, 2)
     for ax, (name, title) in zip(axes, CHAINS.items(), strict=True):
-        runs = frame.load(archive(name, root))
+        runs = loaded(archive(name, root))
         # The best of these lines is not the best of all, so the table is made of them alone.
         table = results(runs._replace(results=runs.results[runs.results.line.isin(FIRST)]))
         plot.gain(table, ax, lines=COLOURED)
@@ -86,15 +95,15 @@ def picture(root: Path) -> bytes:
 
 
 def archive(name: str, root: Path) -> Path:
-    """Return the file of one of ARCHIVES. Raises ValueError: there is no such one."""
-    if name not in ARCHIVES:
-        raise ValueError(f"{name} is none of the results: {', '.join(ARCHIVES)}")
+    """Return the file of an archive. Raises ValueError: tables.yaml has no table of it."""
+    if name not in TABLES["tables"]:
+        raise ValueError(f"{name} is none of the results: {', '.join(TABLES['tables'])}")
     return root / f"docs/results/{name}.parquet"
 
 
-def place(name: str, root: Path) -> Path:
-    """Return the page with the table of that name."""
-    return root / f"docs/log/{PAGES.get(name, name)}.md"
+def page(name: str, root: Path) -> Path:
+    """Return a page of the log."""
+    return root / f"docs/log/{name}.md"
 
 
 def lines_of(table: pd.DataFrame) -> list[str]:
@@ -119,12 +128,18 @@ def cell(table: pd.DataFrame, line: str, column: str, length: int) -> str:
     return amount(*numbers, sign="+" if column in ("gain", "difference") else "")
 
 
-def tabulated(table: pd.DataFrame, columns: Mapping[str, tuple[str, int]]) -> list[list[str]]:
-    """Return the header and the rows of a table of these columns of the long table, each at a length."""
+def tabulated(table: pd.DataFrame, columns: Mapping[str, tuple[str, float]]) -> list[list[str]]:
+    """Return the header and the rows of a table of these columns of the long table.
+
+    Args:
+        columns: by name: the column, and the length as a multiple of the training length.
+    """
+    train_len = table.train_len.iloc[0]
     rows = [["", "seeds", *columns]]
     for line in lines_of(table):
         seeds = table.seeds[table.line == line].max()
-        rows.append([line, str(seeds), *[cell(table, line, *column) for column in columns.values()]])
+        numbers = [cell(table, line, column, round(times * train_len)) for column, times in columns.values()]
+        rows.append([line, str(seeds), *numbers])
     return rows
 
 
@@ -144,32 +159,13 @@ def headline(folder: Path) -> list[str]:
     return [*markdown_table([["gained at 8x over the cut text", *kinds, "score"], *rows]), "", note]
 
 
-def costs(root: Path) -> dict[str, str]:
-    """Return the time of a training step beside RoPE's, by line, as scripts/bench.py has printed it."""
+def with_costs(rows: list[list[str]], root: Path) -> None:
+    """Add the time of a training step beside RoPE's to the rows of a table, as scripts/bench.py has printed it."""
     printed = (root / "docs/results/cost.md").read_text(encoding="utf-8")
-    rows = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("|")]
-    return {row[0]: row[1].split(" ")[0] for row in rows[2:]}
-
-
-def full(table: pd.DataFrame, costs: Mapping[str, str] | None = None) -> list[str]:
-    """Return the table of docs/log/markov.md: each seed's bits above the best possible loss.
-
-    Args:
-        costs: time of a training step beside RoPE's, by line; without it the table has no such column.
-    """
-    train_len, longest = table.train_len.iloc[0], table.length.max()
-    times = longest // train_len
-    columns = {
-        "above at 1x, by seed": (BY_SEED, train_len),
-        f"above at {times}x, by seed": (BY_SEED, longest),
-        f"gain at {times}x": ("gain", longest),
-        "share of the possible, %": ("share", longest),
-    }
-    rows = tabulated(table, columns)
-    if costs is not None:
-        for row in rows:
-            row.append(({"": "time of a step"} | costs).get(row[0], ""))
-    return markdown_table(rows)
+    timed = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("|")]
+    costs = {row[0]: row[1].split(" ")[0] for row in timed[2:]} | {"": "time of a step"}
+    for row in rows:
+        row.append(costs.get(row[0], ""))
 
 
 def counted(switch: float) -> str:
@@ -184,44 +180,8 @@ def counted(switch: float) -> str:
     )
 
 
-def gains(table: pd.DataFrame) -> list[str]:
-    """Return a table of the gains at all lengths beyond the training length."""
-    train_len = table.train_len.iloc[0]
-    longer = sorted(table.length[table.length > train_len].unique())
-    columns = {f"gain at {length / train_len:g}x": ("gain", length) for length in longer}
-    return markdown_table(tabulated(table, {"above at 1x": ("above", train_len)} | columns))
-
-
-def against_rope(table: pd.DataFrame) -> list[str]:
-    """Return a table for texts whose optimum is not known: bits at the training length, and what longer text gains."""
-    train_len = table.train_len.iloc[0]
-    columns = {
-        f"{table.unit.iloc[0]} at 1x": ("value", train_len),
-        f"against {table.reference.max()}": ("difference", train_len),
-        "gain at 2x": ("gain", 2 * train_len),
-        "gain at 8x": ("gain", 8 * train_len),
-    }
-    return markdown_table(tabulated(table, columns))
-
-
-def paired(table: pd.DataFrame) -> list[str]:
-    """Return a table of the distance to the optimum at the training length, and of differences at all lengths."""
-    train_len, lengths = table.train_len.iloc[0], sorted(table.length.unique())
-    columns = {"above at 1x": ("above", train_len)}
-    for length in lengths:
-        words = f"against {table.reference.max()} " if length == lengths[0] else ""
-        columns[f"{words}at {length / train_len:g}x"] = ("difference", length)
-    return markdown_table(tabulated(table, columns))
-
-
-def at_lengths(table: pd.DataFrame) -> list[str]:
-    """Return a table of the losses at all lengths."""
-    lengths = sorted(table.length.unique())
-    return markdown_table(tabulated(table, {f"{table.unit.iloc[0]} at {n}": ("value", n) for n in lengths}))
-
-
 def insert(file: Path, name: str, lines: Sequence[str]) -> None:
-    """Replace what stands between the two marks of one of ARCHIVES. Raises ValueError: the file has no such marks."""
+    """Replace what stands between two marks. Raises ValueError: the file has no such marks."""
     text, n = re.subn(
         rf"(<!-- made by docs/results.py of {name} -->\n).*?(<!-- end -->)",
         lambda marks: marks[1] + "\n".join(["", *lines, "", marks[2]]),
@@ -231,40 +191,6 @@ def insert(file: Path, name: str, lines: Sequence[str]) -> None:
     if n != 1:
         raise ValueError(f"{file} has no place for the table of {name}")
     write_text(file, text)
-
-
-# In docs/results, each with a table of its name in docs/log.
-ARCHIVES: dict[str, Callable[[pd.DataFrame], list[str]]] = {
-    "markov": full,
-    "conv": full,
-    "options": full,
-    "long": full,
-    "why": gains,
-    "switch": full,
-    "larger": full,
-    "extend": paired,
-    "code": against_rope,
-    "prose": against_rope,
-    "qk_norm": gains,
-    "qk_norm_code": gains,
-    "dropping": gains,
-    "newer": gains,
-    "olmpool": at_lengths,
-    "nope": full,
-    "gates": full,
-    "gates_switch": full,
-}
-EFFECTS = {
-    "qk_norm": effects.of_norm,
-    "qk_norm_code": effects.of_norm,
-    "dropping": effects.of_dropping,
-    "newer": effects.of_newer,
-    "olmpool": effects.of_features,
-}
-# The hazard of tables beside which the counter of pairs stands. At 0 it is the best possible predictor.
-COUNTED = {"switch": 0.01, "gates_switch": 0.01}
-# The pages whose name is not that of the table.
-PAGES = {"qk_norm_code": "qk_norm", "gates_switch": "gates", "nope": "learning_rates"}
 
 
 if __name__ == "__main__":

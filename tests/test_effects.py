@@ -38,9 +38,16 @@ def test_an_effect_is_a_weighted_sum_over_the_seeds_that_all_lines_have():
     assert e.half == pytest.approx(np.ptp(expected.confidence_interval(0.95)) / 2)
     assert effects.p_value(e) == pytest.approx(expected.pvalue)
 
-    *_, row = effects.rows(measured, {"effect": (1, weights), "smaller": (1, {"a": 1, "c": -1})})
+    pair = {"a": 1, "c": -1}
+    listed = [effects.Effect("effect", 1, weights), effects.Effect("smaller", 1, pair)]
+    of_one, of_other = measured, runs(a={0: 3.0}, b={0: 2.0}, c={0: 1.0})
+    *_, smaller, _, untested = effects.rows(listed, {"here": of_one, "there": of_other})
+    p_values = [effects.p_value(effects.effect(measured, 64, terms)) for terms in (weights, pair)]
 
-    assert row.startswith("| smaller | 64 tokens | 3 | +2.067 ± ")
+    assert smaller.startswith("| smaller, here | 64 tokens | 3 | +2.067 ± ")
+    # The smallest of four, two of which have no test, counts four times.
+    assert smaller.endswith(f"| {min(4 * min(p_values), 1):.3f} |")
+    assert untested == "| smaller, there | 64 tokens | 1 | +2.000 ± 0.000 |  |"
 
 
 def test_lines_of_several_training_lengths_have_no_common_multiple():
@@ -48,19 +55,35 @@ def test_lines_of_several_training_lengths_have_no_common_multiple():
     measured.results.loc[0, "train_len"] = 32
 
     with pytest.raises(ValueError, match="unpack"):
-        effects.rows(measured, {"effect": (1, {"a": 1, "b": -1})})
+        effects.rows([effects.Effect("effect", 1, {"a": 1, "b": -1})], {"": measured})
 
 
-def test_effects_of_features_are_differences_of_means():
-    _, weights = effects.of_features()["length"]
-    noise = np.random.default_rng(0).normal(size=len(weights))
-    losses = dict(zip(weights, noise, strict=True))
+def test_effects_of_a_design_are_differences_of_means():
+    factors = {"length": (128, 32), "norm": ("false", "true"), "heads": ("four", "one")}
+    designed = effects.factorial("length-{length}-norm-{norm}-heads-{heads}", factors)
+    lines = list(designed["length"])
+    losses = dict(zip(lines, np.random.default_rng(0).normal(size=8), strict=True))
     measured = runs(**{line: {0: loss} for line, loss in losses.items()})
-    for feature, word in (("length", "-32-"), ("norm", "true"), ("heads", "heads-one-"), ("window", "quarter")):
-        _, weights = effects.of_features()[feature]
-        with_it = np.mean([loss for line, loss in losses.items() if word in line])
-        without = np.mean([loss for line, loss in losses.items() if word not in line])
 
-        effect = effects.effect(measured, 64, weights)
+    def mean(*words):
+        chosen = [loss for line, loss in losses.items() if all(word in line for word in words)]
+        assert len(chosen) == 8 / 2 ** len(words)
+        return np.mean(chosen)
 
-        assert effect.value == pytest.approx(with_it - without), feature
+    def of(name):
+        return effects.effect(measured, 64, designed[name]).value
+
+    assert of("norm") == pytest.approx(mean("true") - mean("false"))
+    assert of("length") == pytest.approx(mean("-32-") - mean("-128-"))
+    with_one = mean("-32-", "-one") - mean("-128-", "-one")
+    with_four = mean("-32-", "-four") - mean("-128-", "-four")
+    assert of("length x heads") == pytest.approx(with_one - with_four)
+
+
+def test_a_section_may_name_lines_and_effects_above():
+    terms = {"up": {"a": 1, "b": -1}, "more": {"at": [8], "up": 2, "a": -1, "c": -1}}
+    section = effects.section("two", {"at": [1, 8], "effects": terms})
+
+    assert (section.page, section.archives) == ("two", {"two": ""})
+    assert [(effect.name, effect.times) for effect in section.effects] == [("up", 1), ("up", 8), ("more", 8)]
+    assert section.effects[-1].weights == {"a": 1, "b": -2, "c": -1}
