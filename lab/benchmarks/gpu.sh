@@ -18,8 +18,9 @@ part 'small, loss not compiled' 'from model.gpt import GPT; GPT.loss = torch.com
 part 'small, without cuDNN attention' 'torch.backends.cuda.enable_cudnn_sdp(False)' "${small[@]}"
 part 'small beside others' 'pass' mode=peers nanogpt="${1:-null}" "${small[@]}"
 part 'tiny beside others' 'pass' mode=peers nanogpt="${1:-null}"
-[ -n "$2" ] && printf '\n## Predictions at 11M\n\n' &&
-    for arm in pe=fox pe=kerple 'pe=fox pe.constant_gates=true optim.pe_lr_scale=10' 'pe=alibi pe.learned=true' pe=alibi; do
-        timeout $((4 * limit)) $python train.py -m experiment=compare_gpu seed=1,2,3 data=text "data.files='$2'" $arm
-    done
+if [ -n "$2" ]; then
+    printf '\n## Predictions at 11M\n\n'
+    TRAIN="$python train.py" timeout $((8 * limit)) bash docs/log/prediction.sh "$2" >&2 || echo "ended with $?"
+    $python -m lab.board.prediction runs/prediction
+fi
 exit 0

@@ -4,7 +4,6 @@ python -m lab.board.ranks
 """
 
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -54,21 +53,23 @@ def predictors(folder: Path) -> dict[str, list[float]]:
     return found
 
 
-def correlations(of_board: Mapping[str, Sequence[float]], gains: Mapping[str, float]) -> dict[str, str]:
-    """Spearman's correlation of each predictor with the gains, and that of the last less that of the one before.
+def correlations(orders: np.ndarray, gains: np.ndarray) -> np.ndarray:
+    """Spearman's correlation of each order with the mean gains: [1 + DRAWS, orders], the first one of what is there.
 
-    Each with its 95 % interval by a bootstrap over the encodings, which are those that both have.
+    The others are of a bootstrap that draws the seeds of each line, and then lines.
+
+    Args:
+        orders: numbers by which the lines are ordered [lines, orders].
+        gains: [lines, seeds].
     """
-    lines = np.array([[*of_board[name], gains[name]] for name in of_board if name in gains])  # [lines, predictors + 1]
-    drawn = np.random.default_rng(0).integers(len(lines), size=(DRAWS, len(lines)))
-    samples = np.concatenate((lines[None], lines[drawn]))  # the first one has each line once
-    found = [spearman(samples[:, :, [column, -1]]) for column in range(len(PREDICTORS))]
-    found.append(found[-1] - found[-2])
-    cells = {}
-    for name, values in zip((*PREDICTORS, DIFFERENCE), found, strict=True):
-        low, high = np.nanquantile(values[1:], [0.025, 0.975])
-        cells[name] = f"{values[0]:.2f} ({low:.2f} to {high:.2f})"
-    return cells
+    n, seeds = gains.shape
+    random = np.random.default_rng(0)
+    lines = random.integers(n, size=(1 + DRAWS, n))
+    drawn = random.integers(seeds, size=(1 + DRAWS, n, seeds))
+    lines[0], drawn[0] = np.arange(n), np.arange(seeds)
+    means = gains[np.arange(n)[:, None], drawn].mean(2)  # [1 + DRAWS, lines]
+    means = np.take_along_axis(means, lines, 1)  # a line that is drawn twice has the same gain twice
+    return np.stack([spearman(np.stack((order[lines], means), 2)) for order in orders.T], 1)
 
 
 def spearman(pairs: np.ndarray) -> np.ndarray:
@@ -80,6 +81,18 @@ def spearman(pairs: np.ndarray) -> np.ndarray:
         return covariance / np.sqrt((deviations**2).sum(axis=1).prod(axis=1))
 
 
+def ends(samples: np.ndarray) -> tuple[float, float]:
+    """The ends of the 95 % interval of `correlations` of one order, or of differences of them."""
+    low, high = np.nanquantile(samples[1:], [0.025, 0.975])
+    return float(low), float(high)
+
+
+def in_words(samples: np.ndarray) -> str:
+    """A correlation with its interval."""
+    low, high = ends(samples)
+    return f"{samples[0]:.2f} ({low:.2f} to {high:.2f})"
+
+
 def table(root: Path) -> str:
     """The table of docs/log/ranks.md about the board."""
     of_board = predictors(root / "board")
@@ -88,9 +101,13 @@ def table(root: Path) -> str:
         gains = gains_at_8x((root / f"docs/log/{page}.md").read_text(encoding="utf-8"))
         holding = {name: gain for name, gain in gains.items() if gain > HOLDS}
         for which, chosen in (("all", gains), ("those that hold", holding)):
-            n = len(chosen.keys() & of_board.keys())
-            columns[f"{words}, {which} ({n})"] = correlations(of_board, chosen)
-    rows = [{"": name} | {words: cells[name] for words, cells in columns.items()} for name in (*PREDICTORS, DIFFERENCE)]
+            lines = [name for name in of_board if name in chosen]
+            orders = np.array([of_board[name] for name in lines])
+            found = correlations(orders, np.array([[chosen[name]] for name in lines]))
+            difference = found[:, -1] - found[:, -2]
+            columns[f"{words}, {which} ({len(lines)})"] = [in_words(of) for of in (*found.T, difference)]
+    names = (*PREDICTORS, DIFFERENCE)
+    rows = [{"": name} | {words: cells[n] for words, cells in columns.items()} for n, name in enumerate(names)]
     return "\n".join(markdown(rows))
 
 

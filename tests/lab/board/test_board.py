@@ -5,13 +5,14 @@ import os
 import subprocess
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from conftest import snapshot, train_here
 
 from conf.errors import ConfigError
 from conf.options import encoding
-from lab.board import board, counter, page, ranks, rules, trials
+from lab.board import board, counter, page, prediction, ranks, rules, trials
 from model.gpt import GPT
 from model.position.rotary import Rotary
 from model.size import n_parameters
@@ -183,3 +184,29 @@ def test_the_page_of_this_repository_is_what_its_verdicts_make():
 
 def test_what_the_board_predicts_stands_in_the_log():
     assert ranks.table(Path()) in Path("docs/log/ranks.md").read_text()
+
+
+def test_a_prediction_stands_is_refuted_or_stays_open():
+    of_arms = {"fox": 0.06, "tenfold": 0.04, "alibi": 0.03, "nape": 0.02, "kerple": 0.01, "rope": -1.0}
+    changing = dict(zip(of_arms, [-0.006, 0.001, 0.002, 0.003, 0.0, -0.002], strict=True))
+
+    def lines(sign=1.0, behind=(0.02, 0.011, 0.03)):
+        rows = []
+        for n, (line, gain) in enumerate(of_arms.items()):
+            rows += [{"line": line, "seed": seed, "gain": sign * gain + 1e-4 * seed * n} for seed in (1, 2, 3)]
+        low_high = dict(zip(("difference", "difference_low", "difference_high"), behind, strict=True))
+        table = pd.DataFrame([*rows, {"line": "tenfold", "seed": None} | low_high])
+        arms = {line: [float(n), gain, changing[line]] for n, (line, gain) in enumerate(of_arms.items())}
+        return list(prediction.verdicts(table, arms))
+
+    by_hand, score, *_, first, second, third, fourth = lines()
+    assert by_hand.startswith("by hand: 1.00 (1.00 to 1.00); of 5 that may hold 1.00")
+    assert score.startswith("the board's score: 1.00")
+    assert [line.split(": ")[-1] for line in (first, third)] == ["stands", "stands"]
+    assert second.endswith("open")  # six arms are few
+    assert fourth.endswith("refuted")  # both are right
+
+    *_, first, _, third, _ = lines(sign=-1, behind=(0.001, -0.004, 0.003))
+    assert [line.split(": ")[-1] for line in (first, third)] == ["refuted", "refuted"]
+    *_, third, _ = lines(behind=(0.004, -0.004, 0.006))
+    assert third.endswith("(+0.004 ± 0.005): open")
