@@ -87,23 +87,22 @@ def markdown(rows: Sequence[Row], figure: str, counted: Counted | None = None) -
     parts = ["No entry has been judged yet."]
     if rows:
         records = [f"1. {line(row)}" for row in rows if row.is_record]
-        picture = f"![Score against the time of a step]({figure})"
+        picture = f"![Score of each entry]({figure})"
         parts = ["\n".join(lines_of(table)), picture, "## Records", "\n".join(records)]
     return "\n\n".join([HEAD.rstrip(), *parts, ENTER])
 
 
 def draw(rows: Sequence[Row], path: Path, counted: Counted | None = None) -> None:
-    """Draw score against the time of a step."""
+    """Draw the score of each entry, the best one at the top, beside its name and the time of a step."""
     ax = plot.dressed(plot.new())
-    shown = [row for row in rows if not row.broken]
-    for row in shown:
-        place = (row.verdict.cost, row.score.value)
+    shown = sorted((row for row in rows if not row.broken), key=lambda row: row.score.value)
+    for place, row in enumerate(shown):
         colour = plot.LINES[1] if row.is_record else plot.LIGHT.muted
-        ax.errorbar(*place, row.score.half, fmt="o", color=colour, markersize=4)
-        ax.annotate(row.verdict.encoding, place, (5, 3), textcoords="offset points")
+        ax.errorbar(row.score.value, place, xerr=row.score.half, fmt="o", color=colour, markersize=4)
+    ax.set_yticks(range(len(shown)), [f"{row.verdict.encoding}, {row.verdict.cost:.2f}" for row in shown])
     if counted:
-        ax.axhline(float(counted.measured.scores().mean()), color=plot.LIGHT.muted, linestyle=":")
-    ax.set_ylim(bottom=LOWEST - 5)
-    ax.set_xlabel("time of a training step, as a multiple of RoPE's")
-    ax.set_title("Score: gain at 8x, in percent of the possible", loc="left")
+        ax.axvline(float(counted.measured.scores().mean()), color=plot.LIGHT.muted, linestyle=":")
+    ax.set_xlim(left=LOWEST - 5)
+    note = "red: a record, dotted: the counter; beside the name the time of a training step, as a multiple of RoPE's"
+    plot.titled(ax, "Score: gain at 8x, in percent of the possible", note)
     write_bytes(path, plot.written(ax, path.suffix.removeprefix(".")))

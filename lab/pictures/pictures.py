@@ -159,6 +159,7 @@ def draw_turns(name: str, pe: Rotary, length: int, ax: Axes) -> None:
     """Draw the turns by pair in training and in the longer text, before and after scaling."""
     dressed(ax)
     ax.set_yscale("log")
+    ax.yaxis.set_major_formatter("{x:g}")
     seen = turns(pe, pe.train_len, scaled=False)
     plain = turns(pe, length, scaled=False)
     scaled = turns(pe, length, scaled=True)
@@ -227,7 +228,7 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], shape:
     ax.set_ylim(LOWEST, 0.3)
     ax.set_xlim(0, length)
     ax.set_xlabel("distance in tokens; dotted: the training length", color=LIGHT.muted)
-    titled(ax, name, "ln of a key's weight against the largest, by its distance")
+    titled(ax, name, "ln of a key's weight against the largest")
     name_ends(ax, names)
 
 
@@ -385,4 +386,4 @@ def lookups(options: Mapping[str, Any]) -> dict[str, Tensor]:
 def draw_lookups(options: Mapping[str, Any], ax: Axes) -> None:
     """Draw `lookups` in percent: a row for each option, a column for each word."""
     heat_map(ax, lookups(options), WORDS)
-    titled(ax, "Keys that know the token before", f'% of what the last "{WORDS[-1]}" reads, looking for itself')
+    titled(ax, "Keys that know the token before", f'% of what the last "{WORDS[-1]}" reads of each word')

@@ -46,7 +46,7 @@ def html(runs: Runs, reference: str = "rope") -> str:
         figures = []
         for draw in drawings(of_title, curves[curves.section == title]):
             with attempt(f"a figure of {title}", runs.left_out), contextlib.suppress(plot.NothingError):
-                figures.append(plot.svg(draw(plot.new())))
+                figures.append([plot.svg(draw(plot.new(size))) for size in (plot.SIZE, plot.NARROW)])
         said = answers(title, of_title, runs.left_out)
         shown.append({"title": title, "answer": said, "figures": figures, "grids": grids(of_title, runs.left_out)})
     environment = jinja2.Environment(

@@ -6,10 +6,13 @@ ropewalk.plot.gain(table, ax=axes[0], lines=["fox"])        # in yours; all othe
 ropewalk.plot.errors(table)                                 # of a task, by length
 ropewalk.plot.untitled(ax)                                  # for a paper, whose caption says it
 ax.figure.savefig("gain.pdf")                               # or .svg, .png
+
+Colours are for a light page. What the project itself writes as SVG has others where a reader's pages are dark.
 """
 
 import io
 import math
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -30,18 +33,22 @@ from ropewalk.report.frame import START
 from ropewalk.report.table import BEST_POSSIBLE, COLUMNS, by_length, headline, interval, over_seeds, worst_part
 
 # Any two lines, the ink and the grey are at least 0.09 apart in Oklab, also as the colour-blind see them; the contrast
-# of a line to the paper is 3 or more.
+# of a line to the paper is 3 or more. Both hold on a dark page, too.
 LIGHT = SimpleNamespace(ink="#1b2026", muted="#5f6975", grid="#e3e6ea", paper="#ffffff", grey="#b4bac2")
 LINES = ["#2647b1", "#df2474", "#cf7c07", "#2288a3", "#8609f8", "#5d5a0b", "#a47ef5", "#782358"]
+DARK = {
+    LIGHT.ink: "#e4e7eb", LIGHT.muted: "#9ca6b2", LIGHT.grid: "#2b313a", LIGHT.paper: "#14171c", LIGHT.grey: "#59616c",
+    **dict(zip(LINES, ["#31d4fc", "#f67dab", "#c07000", "#0ea96f", "#bd31ff", "#d8b64c", "#9892eb", "#9dff5e"])),
+    "#000000": "#e4e7eb",
+}  # fmt: skip
 MARKERS = "os^DvPX*"
 MOST = len(MARKERS)  # lines with a colour
-SIZE = (7.8, 4.4)  # inches
+SIZE, NARROW = (7.8, 4.4), (4.2, 4.6)  # inches: of a page, and of a phone
 WORDS = 9.5  # points
 DODGE = 1.2  # points from line to line, so that equal values and their intervals can be seen
 FLOOR = 0.01  # bits: an axis spans at least so much
 GREY, BEST, COLOURED, REFERENCE = 2, 3, 4, 5  # how far above the others lines are drawn
 POINT = ["line", "seed", "x", "y", "low", "high"]  # columns of what is drawn; the interval may be NaN
-NAME = 30  # characters of a name in a row beside its line
 Name = tuple[str, float, float, str]  # the name of a line, x and y of its end, and its colour
 TIMELESS: Any = {
     "svg": dict.fromkeys(["Date", "Creator", "Format", "Type"]),
@@ -49,6 +56,19 @@ TIMELESS: Any = {
     "png": {"Software": None},
 }
 PLAIN: Any = {"svg.fonttype": "none", "svg.hashsalt": "ropewalk", "pdf.fonttype": 42}
+# What an SVG is as good without, in half the space. Words have the font of their page, narrower than matplotlib's.
+SHORTER = {
+    r"^.*?(?=<svg)": "",
+    r' id="\w+?_\d+"': "",
+    r"(?<!opacity: )\b(\d+\.\d)\d+(?=[^<>]*>)": r"\1",  # within tags, not in words
+    r"(?<=\d)\.0(?=[ \"),][^<>]*>)": "",
+    r" font-family: [^;\"]*;": "",
+    r' transform="rotate\(-0 [^"]*"': "",
+    r"\s*\n\s*": " ",
+    r"> <": "><",
+    r"(?<=\d) L (?=[^CQ\"]*\")": " ",  # a line goes on: no letter is needed where there are no curves
+    r"<g/>": "",
+}
 
 
 class NothingError(ValueError):
@@ -211,14 +231,27 @@ def written(ax: Axes, kind: str) -> bytes:
     file = io.BytesIO()
     with matplotlib.rc_context(PLAIN):
         ax.figure.savefig(file, format=kind, metadata=TIMELESS[kind], dpi=200)  # type: ignore[union-attr]
-    return file.getvalue()
+    return _shortened(file.getvalue().decode()).encode() if kind == "svg" else file.getvalue()
+
+
+def _shortened(picture: str) -> str:
+    """Return an SVG of matplotlib's in less space, with a style for dark pages."""
+    for pattern, replacement in SHORTER.items():
+        picture = re.sub(pattern, replacement, picture, flags=re.DOTALL)
+    dark = "".join(
+        f'[style*="{what}: {color}"]{{{what}:{instead}!important}}'
+        for color, instead in DARK.items()
+        for what in ("fill", "stroke")
+        if f"{what}: {color}" in picture
+    )
+    words = "text{font-family:system-ui,sans-serif}"
+    return picture.replace("</style>", f"{words}@media screen and (prefers-color-scheme:dark){{{dark}}}</style>", 1)
 
 
 def svg(ax: Axes) -> str:
     """Return the whole figure of an Axes as an element of a page."""
-    text = written(ax, "svg").decode()
     label = escape(" ".join(ax.get_title(loc="left").split()))
-    return text[text.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    return written(ax, "svg").decode().replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
 def new(size: tuple[float, float] = SIZE) -> Axes:
@@ -245,8 +278,7 @@ def dressed(ax: Axes | None) -> Axes:
     ax.spines[["left", "right", "top"]].set_visible(False)
     ax.set_axisbelow(True)
     ax.grid(axis="y", color=LIGHT.grid)
-    ax.tick_params(colors=LIGHT.muted, labelsize=WORDS)
-    ax.tick_params(axis="y", length=0)
+    ax.tick_params(colors=LIGHT.muted, labelsize=WORDS, length=0)
     return ax
 
 
@@ -329,7 +361,8 @@ def name_ends(ax: Axes, names: Sequence[Name]) -> None:
     ax.figure.draw_without_rendering()  # type: ignore[union-attr]
     box = ax.get_window_extent()
     wanted = [(ax.transData.transform((x, y))[1] - box.y0) / box.height for _, x, y, _ in names]
-    rows = [textwrap.fill(printable(name), NAME) for name, *_ in names]
+    characters = int(4 * ax.figure.bbox.width / ax.figure.dpi)  # in a row
+    rows = [textwrap.fill(printable(name), characters) for name, *_ in names]
     line_height = 1.25 * WORDS * ax.figure.dpi / 72 / box.height
     heights = [line_height * (text.count("\n") + 1) for text in rows]
     for (_, x, y, color), text, place in zip(names, rows, _spread(wanted, heights), strict=True):
