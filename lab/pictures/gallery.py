@@ -20,7 +20,8 @@ from ropewalk.report import plot
 Draw = Callable[[Axes], None]
 PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta name="color-scheme" content="light dark"><title>Encodings</title>
-<style>body{font:1rem/1.45 system-ui,sans-serif;max-width:84rem;margin:auto;padding:1rem}h1{font-size:1.6rem}.wide{overflow-x:auto}
+<style>body{font:1rem/1.45 system-ui,sans-serif;max-width:84rem;margin:auto;padding:1rem}
+h1{font-size:1.6rem}.wide{overflow-x:auto}
 svg{width:420px;max-width:100%;height:auto;margin:4px;border:1px solid #8884}
 .wide svg{width:60rem;max-width:none}</style>
 <h1>What encodings do</h1>

@@ -227,7 +227,7 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], shape:
     ax.axvline(shape.train_len, color=LIGHT.muted, linewidth=0.8, linestyle=(0, (1, 2)))
     ax.set_ylim(LOWEST, 0.3)
     ax.set_xlim(0, length)
-    ax.set_xlabel("distance in tokens; dotted: the training length", color=LIGHT.muted)
+    ax.set_xlabel("distance in tokens; dotted: the training length")
     titled(ax, name, "ln of a key's weight against the largest")
     name_ends(ax, names)
 

@@ -13,6 +13,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 from conf.errors import ConfigError, flatten, unknown_key
 from conf.files import printable
+from conf.foreign import FOREIGN
 from conf.options import CONF_DIR, comments, no_such_option
 
 # Mistakes that a user can correct. They are reported without a traceback.
@@ -67,10 +68,11 @@ def check_overrides() -> None:
         if choice.startswith("[") and group not in SEVERAL and (CONF_DIR / group).is_dir():
             each = choice.strip("[]")
             raise ConfigError(f"{override}: one option at a time; for a run of each write -m {group}={each}")
-    if config.run.dir != "." and not config.job.chdir:
-        raise ConfigError(
-            f"hydra.run.dir={config.run.dir}: runs_dir is the folder of the runs, name=... that of this one"
-        )
+    for override in config.overrides.hydra:
+        remedy = FOREIGN.get(override.partition("=")[0], "")
+        # A program that goes into the folder of Hydra's, as chdir asks, has a use for that.
+        if remedy and not config.job.chdir:
+            raise ConfigError(f"{override}: {remedy}")
 
 
 def explain(error: BaseException) -> str:

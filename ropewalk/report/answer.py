@@ -134,9 +134,10 @@ def at_each_length(rows: pd.DataFrame) -> str:
     if rows.quantity.iloc[0] == "error":
         return f"{rows.learned.iloc[0]} of {rows.seeds.iloc[0]} seeds learned the task."
     longer = rows[(rows.length > rows.cut) & rows.gain.notna()].sort_values("length")
-    words = []
-    for verdict, of_verdict in longer.groupby("verdict", sort=False):
-        words.append(f"{verdict} at {', '.join(map('{:,}'.format, of_verdict.length))}")
+    words = [
+        f"{verdict} at {', '.join(map('{:,}'.format, of_verdict.length))}"
+        for verdict, of_verdict in longer.groupby("verdict", sort=False)
+    ]
     return f"It is {'; '.join(words)} tokens." if words else ""
 
 

@@ -183,8 +183,7 @@ class Tracker:
         for kind in [*self.open, *own]:
             if kind in PACKAGES and not find_spec(kind):
                 raise ValueError(f"logger={kind} needs a package: pip install {kind}")
-        for kind in own:
-            self.open[kind] = opener(run, kind)
+        self.open |= {kind: opener(run, kind) for kind in own}
         # By kind, on rank zero: None until it is opened. One that fails is taken out.
         self.trackers: dict[str, Any] = dict.fromkeys(self.open if is_rank_zero() else [])
 
@@ -217,7 +216,8 @@ class Tracker:
         """Show what the network writes, also on the terminal. It is in no file of the run, and so it is shown once."""
         if is_rank_zero():
             print(printable(text), flush=True)
-        self._each(lambda _, tracker: getattr(tracker, "log_text", _no_text)(text, step))
+        # Loggers of Lightning's have no `log_text`.
+        self._each(lambda _, tracker: getattr(tracker, "log_text", lambda *_: None)(text, step))
 
     def publish(self) -> None:
         """Show the results of a run that is complete."""
@@ -240,10 +240,6 @@ class Tracker:
         stopped = isinstance(error, SystemExit) and error.code in (STOPPED, INTERRUPTED)
         status = "success" if error is None or stopped else "failed"
         self._each(lambda _, tracker: tracker.finalize(status))
-
-
-def _no_text(text: str, step: int) -> None:
-    """What a tracker without `log_text` does with a text."""
 
 
 def _shown(name: str) -> str:

@@ -47,8 +47,14 @@ def html(runs: Runs, reference: str = "rope") -> str:
         for draw in drawings(of_title, curves[curves.section == title]):
             with attempt(f"a figure of {title}", runs.left_out), contextlib.suppress(plot.NothingError):
                 figures.append([plot.svg(draw(plot.new(size))) for size in (plot.SIZE, plot.NARROW)])
-        said = answers(title, of_title, runs.left_out)
-        shown.append({"title": title, "answer": said, "figures": figures, "grids": grids(of_title, runs.left_out)})
+        shown.append(
+            {
+                "title": title,
+                "answer": answers(title, of_title, runs.left_out),
+                "figures": figures,
+                "grids": grids(of_title, runs.left_out),
+            }
+        )
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -85,10 +91,9 @@ def drawings(table: pd.DataFrame, curves: pd.DataFrame) -> list[Callable[[Any], 
 
 def answers(title: str, table: pd.DataFrame, left_out: LeftOut) -> list[str]:
     """Return the answer of a section in sentences; none if it cannot be told, which is added to `left_out`."""
-    sentences: list[str] = []
     with attempt(f"the answer of {title}", left_out):
-        sentences = answer(table)
-    return sentences
+        return answer(table)
+    return []
 
 
 def grids(table: pd.DataFrame, left_out: LeftOut) -> list[Grid]:
@@ -291,6 +296,8 @@ def show_results(run: RunDir) -> None:
     }
     loss = ", ".join(f"{validation[key]:.4f} {unit}" for key, unit in units.items() if validation[key] is not None)
     print(f"validation loss {loss}, on {validation['tokens']:,} tokens in windows of {validation['length']}")
-    speed = f"{record['seconds']:.0f} s: {record['tokens_per_s']:,.0f} tokens/s"
-    print(f"trained {record['steps']} steps, {record['tokens']:,} tokens in {speed}")
+    print(
+        f"trained {record['steps']} steps, {record['tokens']:,} tokens in {record['seconds']:.0f} s:"
+        f" {record['tokens_per_s']:,.0f} tokens/s"
+    )
     print(f"to look at: {write_beside(run.path)}")

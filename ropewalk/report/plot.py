@@ -36,11 +36,22 @@ from ropewalk.report.table import BEST_POSSIBLE, COLUMNS, by_length, headline, i
 # of a line to the paper is 3 or more. Both hold on a dark page, too.
 LIGHT = SimpleNamespace(ink="#1b2026", muted="#5f6975", grid="#e3e6ea", paper="#ffffff", grey="#b4bac2")
 LINES = ["#2647b1", "#df2474", "#cf7c07", "#2288a3", "#8609f8", "#5d5a0b", "#a47ef5", "#782358"]
-DARK = {
-    LIGHT.ink: "#e4e7eb", LIGHT.muted: "#9ca6b2", LIGHT.grid: "#2b313a", LIGHT.paper: "#14171c", LIGHT.grey: "#59616c",
-    **dict(zip(LINES, ["#31d4fc", "#f67dab", "#c07000", "#0ea96f", "#bd31ff", "#d8b64c", "#9892eb", "#9dff5e"])),
-    "#000000": "#e4e7eb",
-}  # fmt: skip
+DARK = {  # what a dark page has instead
+    LIGHT.ink: "#e4e7eb",
+    LIGHT.muted: "#9ca6b2",
+    LIGHT.grid: "#2b313a",
+    LIGHT.paper: "#14171c",
+    LIGHT.grey: "#59616c",
+    "#000000": "#e4e7eb",  # matplotlib's own, as of the axis
+    LINES[0]: "#31d4fc",
+    LINES[1]: "#f67dab",
+    LINES[2]: "#c07000",
+    LINES[3]: "#0ea96f",
+    LINES[4]: "#bd31ff",
+    LINES[5]: "#d8b64c",
+    LINES[6]: "#9892eb",
+    LINES[7]: "#9dff5e",
+}
 MARKERS = "os^DvPX*"
 MOST = len(MARKERS)  # lines with a colour
 SIZE, NARROW = (7.8, 4.4), (4.2, 4.6)  # inches: of a page, and of a phone
@@ -68,6 +79,7 @@ SHORTER = {
     r"> <": "><",
     r"(?<=\d) L (?=[^CQ\"]*\")": " ",  # a line goes on: no letter is needed where there are no curves
     r"<g/>": "",
+    r"\s*$": "\n",
 }
 
 
@@ -104,7 +116,7 @@ def gain(
     ax = dressed(ax)
     titled(ax, f"Gain over {whose}the text cut to {cut} tokens", note)
     ax.set_ylabel(rows.unit.iloc[0])
-    ax.axhline(0, color=LIGHT.muted, linewidth=1.2, zorder=1)
+    ax.axhline(0, color=LIGHT.muted, linewidth=1.2)
     # Of many lines neither those that failed nor the best possible predictor may squeeze the others.
     most = max(FLOOR, over_seeds(rows[rows.line != BEST_POSSIBLE])[column].max())
     points = _against_length(ax, rows, column)
@@ -158,8 +170,7 @@ def _against_length(ax: Axes, rows: pd.DataFrame, column: str) -> pd.DataFrame:
     ax.xaxis.set_major_locator(ticker.FixedLocator(lengths, nbins=5))
     ax.minorticks_off()
     ax.set_xlabel("length of the text in tokens")
-    points = rows[["line", "seed", "length", *interval(column)]].set_axis(POINT, axis=1)
-    return points.sort_values("x", kind="stable")
+    return rows[["line", "seed", "length", *interval(column)]].set_axis(POINT, axis=1).sort_values("x", kind="stable")
 
 
 def curves(
@@ -276,7 +287,8 @@ def dressed(ax: Axes | None) -> Axes:
     if not isinstance(ax, Axes):
         raise ValueError(f"ax={ax!r} is no Axes of matplotlib: leave it out for a figure of its own")
     ax.spines[["left", "right", "top"]].set_visible(False)
-    ax.set_axisbelow(True)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.label.set(color=LIGHT.muted, fontsize=WORDS)
     ax.grid(axis="y", color=LIGHT.grid)
     ax.tick_params(colors=LIGHT.muted, labelsize=WORDS, length=0)
     return ax
@@ -319,8 +331,6 @@ def _draw(
     ax.set_ylim(limits)
     ax.ticklabel_format(axis="y", useOffset=False)
     ax.xaxis.set_major_formatter("{x:,.10g}")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.label.set(color=LIGHT.muted, fontsize=WORDS)
     ends = over_seeds(points).drop_duplicates("line", keep="last").sort_values("y", ascending=False, kind="stable")
     names: list[Name] = []
     for line, end in zip(ends.line, ends.y, strict=True):

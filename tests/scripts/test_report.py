@@ -12,7 +12,7 @@ STARTS = {
     "md": b"## code, trained at 256 tokens",
     "csv": b"section,data,train_len,",
     "html": b"<!doctype html>",
-    "svg": b"<?xml ",
+    "svg": b"<svg ",
     "png": b"\x89PNG",
     "pdf": b"%PDF",
     "parquet": b"PAR1",

@@ -32,6 +32,9 @@ CASES = [
     ("pe=rope pe.scale=4", "pe=dynamic_ntk"),
     ("-m pe=yarn,rope hydra/launcher=basik", "did you mean basic?"),
     ("hydra.run.dir=elsewhere", "runs_dir"),
+    ("hydra.sweep.dir=elsewhere", "runs_dir"),
+    ("-m seed=0,1 hydra.sweep.dir=elsewhere", "runs_dir"),
+    ("hydra.verbose=true", "HYDRA_FULL_ERROR=1"),
     ("experiment=counting", "data=counting"),
     ("data=hf", "data.path is missing"),
     ("pe=YaRN", "did you mean yarn?"),
@@ -87,7 +90,7 @@ CASES = [
     ("runs_dir=/proc/no/runs", "runs_dir=/proc/no/runs: no directory can be made in /proc"),
     ("runs/rope-code", "KEY=VALUE"),
     ("pe=[rope,yarn]", "-m pe=rope,yarn"),
-    ("--config-name=evil", "configuration=evil"),
+    ("--config-name=evil", "--config-name=evil: there is no such option"),
     ("eval.lengths=" + 900 * "[" + 900 * "]", "recursion"),
     ("init_from=hf:", "hf:OWNER/NAME"),
     ("init_from=runs/rope-train_len=32", "runs/rope-train_len=32/model.json is missing"),  # as a sweep names them

@@ -1,7 +1,11 @@
 """Figures show the numbers of the table, words have room, and everyone can tell lines apart."""
 
+import io
+import re
 from itertools import combinations
+from xml.etree import ElementTree
 
+import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,6 +16,7 @@ import ropewalk
 from ropewalk.report import plot
 from ropewalk.report.table import over_seeds
 
+SVG = "{http://www.w3.org/2000/svg}"
 # Linear RGB as the colour-blind see it: Machado, Oliveira and Fernandes, 2009.
 SEEN_AS = {
     "normal": [
@@ -49,9 +54,12 @@ OKLAB = [
 
 
 @pytest.mark.parametrize("kind", SEEN_AS)
-def test_any_two_colours_differ_for_everyone(kind):
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_any_two_colours_differ_for_everyone(kind, is_dark):
     """Also from the paper."""
     colours = [plot.LIGHT.ink, plot.LIGHT.grey, plot.LIGHT.paper, *plot.LINES]
+    if is_dark:
+        colours = [plot.DARK[colour] for colour in colours]
     rgb = np.array([to_rgb(colour) for colour in colours])
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     seen = linear @ np.transpose(SEEN_AS[kind])
@@ -160,6 +168,25 @@ def test_errors_of_a_task_are_the_medians_of_the_table_with_their_range(of_task)
     assert plot.untitled(ax).get_title(loc="left") == ""
     with pytest.raises(ValueError, match=r"part=odd: there is .*sparse"):
         plot.errors(of_task, plot.new(), part="odd")
+
+
+def test_a_picture_is_matplotlibs_to_a_tenth_of_a_point_and_has_each_colour_for_dark_pages(table):
+    ax = plot.gain(table, plot.new(), lines=NAMED)
+    ax.figure.set_layout_engine("none")  # which places things anew each time
+    whole = io.StringIO()
+    with matplotlib.rc_context(plot.PLAIN):
+        ax.figure.savefig(whole, format="svg")
+    drawn = ElementTree.fromstring(whole.getvalue())
+    written = ElementTree.fromstring(plot.written(ax, "svg"))
+    words, same_words = ([text.text for text in of_one.iter(f"{SVG}text")] for of_one in (drawn, written))
+    assert same_words == words
+    paths, same_paths = (" ".join(path.get("d") for path in of_one.iter(f"{SVG}path")) for of_one in (drawn, written))
+    numbers, same_numbers = (np.float64(re.findall(r"[-\d.]+", text)) for text in (paths, same_paths))
+    np.testing.assert_allclose(same_numbers, numbers, rtol=0, atol=0.1)
+    for element in written.iter():
+        for what, colour in re.findall(r"(fill|stroke): (#\w+)", element.get("style", "")):
+            rule = f'{what}: {colour}"]{{{what}:{plot.DARK[colour]}!important}}'
+            assert rule in written.findtext(f".//{SVG}style")
 
 
 def test_no_word_lies_outside_of_the_figure(table):
