@@ -70,7 +70,7 @@ PLAIN: Any = {"svg.fonttype": "none", "svg.hashsalt": "ropewalk", "pdf.fonttype"
 # What an SVG is as good without, in half the space. Words have the font of their page, narrower than matplotlib's.
 SHORTER = {
     r"^.*?(?=<svg)": "",
-    r' id="\w+?_\d+"': "",
+    r' id="[\w.]+_\d+"| version="1.1"': "",
     r"(?<!opacity: )\b(\d+\.\d)\d+(?=[^<>]*>)": r"\1",  # within tags, not in words
     r"(?<=\d)\.0(?=[ \"),][^<>]*>)": "",
     r" font-family: [^;\"]*;": "",
@@ -352,7 +352,7 @@ def _draw(
                 ax.plot(place, border, **placed | {"marker": marker, "clip_on": False})
         dots = of_line[of_line.seed.notna()]
         if len(dots) > len(means):
-            ax.plot(dots.x, dots.y, **placed | {"marker": ".", "linestyle": "", "markersize": 2.5}, alpha=0.45)
+            ax.plot(dots.x, dots.y, **placed | {"marker": ".", "linestyle": "", "markersize": 4.5, "markeredgewidth": 0})
         words = ""
         if math.isnan(end):
             words = " diverged"
