@@ -23,7 +23,7 @@ PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="wi
 <style>body{font:1rem/1.45 system-ui,sans-serif;max-width:84rem;margin:auto;padding:1rem}
 h1{font-size:1.6rem}.wide{overflow-x:auto}
 svg{width:420px;max-width:100%;height:auto;margin:4px;border:1px solid #8884}
-.wide svg{width:60rem;max-width:none}</style>
+.wide svg{width:72rem;max-width:none}</style>
 <h1>What encodings do</h1>
 <p>Scores: the natural log of a key's weight against the largest, for equal queries and keys, by distance.
 Learned parameters are set by hand, to show what can be learned; only the attention of a run is measured.</p>

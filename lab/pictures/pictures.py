@@ -274,7 +274,7 @@ def heat_map(ax: Axes, rows: Mapping[str, Tensor], columns: Sequence[str]) -> No
     for number, shares in enumerate(rows.values()):
         for column, share in enumerate(shares.tolist()):
             words = f"{100 * share:.0f}"
-            ax.text(column + 0.5, number + 0.5, words, ha="center", va="center", color=LIGHT.ink, fontsize=8)
+            ax.text(column + 0.5, number + 0.5, words, ha="center", va="center", color=LIGHT.ink, fontsize=9)
     ax.set_xticks(np.arange(len(columns)) + 0.5, columns)
 
 
@@ -341,7 +341,7 @@ def draw_counted(title: str, kind: str, shares: Tensor, words: Sequence[str], ax
         note = "filled: gates of the last token, which are counted; numbers: the position of each key, rounded"
         positions = sums_to_the_end(shares)[:, -MOST:].round().int()
         for (head, column), position in np.ndenumerate(positions.numpy()):
-            ax.text(column + 0.5, head + 0.5, position, ha="center", va="center", color=LIGHT.ink, fontsize=6)
+            ax.text(column + 0.5, head + 0.5, position, ha="center", va="center", color=LIGHT.ink, fontsize=7)
     titled(ax, title, note)
 
 

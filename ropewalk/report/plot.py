@@ -352,7 +352,7 @@ def _draw(
                 ax.plot(place, border, **placed | {"marker": marker, "clip_on": False})
         dots = of_line[of_line.seed.notna()]
         if len(dots) > len(means):
-            ax.plot(dots.x, dots.y, **placed | {"marker": ".", "linestyle": "", "markersize": 4.5, "markeredgewidth": 0})
+            ax.plot(dots.x, dots.y, **placed | {"marker": ".", "linestyle": "", "markersize": 4.5, "mew": 0})
         words = ""
         if math.isnan(end):
             words = " diverged"
