@@ -120,6 +120,7 @@ def gain(
     # Of many lines neither those that failed nor the best possible predictor may squeeze the others.
     most = max(FLOOR, over_seeds(rows[rows.line != BEST_POSSIBLE])[column].max())
     points = _against_length(ax, rows, column)
+    points.loc[points.line == BEST_POSSIBLE, ["low", "high"]] = math.nan  # it is known
     _draw(ax, points, _looks(rows, lines), _limits(points, (0, FLOOR), (-1.2 * most, 1.6 * most)), "{:+.2f}")
     return ax
 
@@ -342,8 +343,6 @@ def _draw(
             continue
         aside = transforms.ScaledTranslation(DODGE / 72 * (len(names) % 5 - 2), 0, ax.figure.dpi_scale_trans)
         placed = look | {"transform": ax.transData + aside}
-        if line == BEST_POSSIBLE:  # which is known
-            means = means.assign(low=math.nan, high=math.nan)
         ax.errorbar(means.x, means.y, [means.y - means.low, means.high - means.y], **placed, elinewidth=1.2)
         reached = means[["y", "low", "high"]]
         beyond = {"v": (low, reached.min(axis=1) < low), "^": (high, reached.max(axis=1) > high)}
