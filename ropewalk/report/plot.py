@@ -168,7 +168,8 @@ def _against_length(ax: Axes, rows: pd.DataFrame, column: str) -> pd.DataFrame:
     lengths = sorted(rows.length.unique())
     ax.set_xscale("log")
     ax.set_xlim(lengths[0] / 1.06, lengths[-1] * 1.06)
-    ax.xaxis.set_major_locator(ticker.FixedLocator(lengths, nbins=5))
+    # At most five have room; the longest is among them.
+    ax.xaxis.set_major_locator(ticker.FixedLocator(lengths[:: -math.ceil(len(lengths) / 5)]))
     ax.minorticks_off()
     ax.set_xlabel("length of the text in tokens")
     return rows[["line", "seed", "length", *interval(column)]].set_axis(POINT, axis=1).sort_values("x", kind="stable")
