@@ -133,9 +133,10 @@ def row_of(verdict: Verdict, earlier: Sequence[Row]) -> Row:
         p, *_ = holm([p_value(ahead), *(p_value(row.ahead) for row in earlier if row.ahead)])
     above, bound = above_rope(verdict.measured, earlier[0].verdict.measured if earlier else verdict.measured)
     holder = holder_of(earlier)
+    help_in_words = ", ".join(f"{key} {value}" for key, value in verdict.help.items())
     of_records = [
-        (not earlier or bound <= ABOVE, f"at 1x it may be {bound:.3f} bits above RoPE, at most {ABOVE}"),
-        (not verdict.help, "it has help from the network"),
+        (not earlier or bound <= ABOVE, f"at 1x up to {bound:.3f} (limit {ABOVE})"),
+        (not verdict.help, f"it has help from the network: {help_in_words}"),
         (holder == verdict.holder,
          f"it was compared with {verdict.holder}, and the record is {holder}'s: judge it again"),
     ]  # fmt: skip
