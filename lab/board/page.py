@@ -10,14 +10,14 @@ from lab.board.rules import IN_WORDS, LOWEST, READING, Row, holder_of, over_seed
 from ropewalk.report import plot
 
 HEAD = """\
-# The board: which position encoding gains most from long text
+# The board
 
 <!-- written by `make board` from board/*/verdict.json -->
 
 Each encoding is trained in the same small network on texts of 64 tokens, each with its own Markov chain, and reads
 texts of 512. Its *score* is its gain there over the cut text, in percent of the possible, over chains that stay and
 chains that change; the lowest is -100. *Ahead*: of the record's holder, trained on the same seeds, named where another
-holds it now. *1x*: the loss at 64 tokens above RoPE's, in bits. *Step* time and *parameters* (with buffers) are
+holds it now. *1x*: the loss at 64 tokens above RoPE's, in bits. *Step* time and *parameters* are
 multiples of RoPE's.
 """
 ENTER = f"""\
@@ -28,8 +28,8 @@ if promising. A pull request is judged again, with seeds and texts drawn from it
 Allowed: 1.02 times RoPE's parameters, twice its time of a step, {READING:g} times its time of reading, and a learning
 rate of {IN_WORDS}.
 
-A record is ahead of its holder with p < 0.01, paired by seed, after Holm's correction for all entries so far. At 1x it
-is surely no more than 0.02 bits above RoPE, and it has no help from the network, such as a convolution.
+A record is ahead of its holder with p < 0.01, paired by seed, after Holm's correction for all entries. At 1x it is
+surely no more than 0.02 bits above RoPE, and has no help from the network, such as a convolution.
 
 In simulated boards a gain of 5 points is a record in 98 % (scores that vary between seeds as FoX's and ALiBi's) or 6 %
 (as KERPLE's); of 30 equal entries one is a false record in 1 % (`tests/lab/board/test_rules.py`).
@@ -74,7 +74,7 @@ def markdown(rows: Sequence[Row], figure: str, counted: Counted | None = None) -
         score = over_seeds(counted.measured.scores())
         decays = " and ".join(f"{decay:g}" for decay in counted.decays)
         of_counter = {
-            "entry": f"*no training: a counter of pairs that keeps {decays} of each count a token*",
+            "entry": f"*an untrained counter of pairs that keeps {decays} of each count a token*",
             "score": f"{score.value:.1f} ± {score.half:.1f}",
             "seeds": str(score.seeds),
         }
