@@ -29,7 +29,7 @@ def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
     if close:
         return f"; did you mean {prefix}{known_of[close[0]]}?"
     if words:
-        return f"; there is: {', '.join(words)}"
+        return f"; choose from: {', '.join(words)}"
     return ""
 
 

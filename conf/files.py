@@ -81,7 +81,7 @@ def _locked(folder: Path) -> contextlib.AbstractContextManager:
     for seconds in (PATIENCE, LONGEST):
         with contextlib.suppress(Timeout):
             return FileLock(lock, timeout=seconds).acquire()
-        print(f"waits for another process that fills {folder}; if there is none, delete {lock}", file=sys.stderr)
+        print(f"waiting for another process that fills {folder}; if there is none, delete {lock}", file=sys.stderr)
     raise ValueError(f"{lock} has been held for a day or more: if no process fills {folder}, delete it")
 
 
@@ -191,7 +191,7 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
         raise ValueError("hf: needs a folder or the name of a model, as in hf:OWNER/NAME")
     if Path(source).is_dir():
         return Path(source)
-    announce(f"fetches {source} from the Hugging Face hub, unless it is cached")
+    announce(f"fetching {source} from the Hugging Face hub, unless it is cached")
     from huggingface_hub import snapshot_download
 
     try:

@@ -153,4 +153,4 @@ def answer(key: str, value: object = None) -> str:
     names = [key, word] if value is None else [f"{word}={value}", f"{word}={type(value).__name__}"]
     # FOREIGN["train_len"] is train_len: it helps whoever wrote trainer.train_len, and nobody else.
     answers = [FOREIGN[name] for name in names if name in FOREIGN and FOREIGN[name] != key]
-    return f"; here it is so: {answers[0]}" if answers else ""
+    return f"; instead: {answers[0]}" if answers else ""

@@ -81,7 +81,7 @@ class HFTokenizer(Tokenizer):
         if not isinstance(wanted, bool) or wanted == (self.own_bos is not None) or (wanted and token is None):
             return self.own_bos
         announce(
-            f"{self.name}: add_bos_token={wanted} in tokenizer_config.json holds, and tokenizer.json says otherwise"
+            f"{self.name}: add_bos_token={wanted} in tokenizer_config.json is used, though tokenizer.json says otherwise"
         )
         return token if wanted else None
 

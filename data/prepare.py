@@ -160,7 +160,7 @@ def _prepared_folder(
             return folder
         with whole_folder(folder) as unfinished:
             if not folder.exists():  # another process may have made it while this one waited
-                announce(f"data: reads {source.name}")
+                announce(f"data: reading {source.name}")
                 write(unfinished)
                 # Documents are read several times and told apart by their numbers. If a file grows meanwhile, a text
                 # could be in both splits, or in none.

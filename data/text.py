@@ -101,8 +101,8 @@ class HuggingFace(TextData):
             )
         for pattern in patterns:
             if re.search(r"^[/~]|:|\.\.|\\", pattern):
-                raise ValueError(f"data.data_files={pattern} is no path within the dataset {self.path}")
-        announce(f"data: fetches {self.path} from the Hugging Face hub, unless it is cached")
+                raise ValueError(f"data.data_files={pattern} is not a path within the dataset {self.path}")
+        announce(f"data: fetching {self.path} from the Hugging Face hub, unless it is cached")
         import datasets  # takes seconds, so only where it is used
 
         try:

@@ -82,7 +82,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not is_sealed and lengths[0] != lengths[1]:
-        announce(f"{path} has no checksum, as of an older version: its original_len={lengths[1]} is believed")
+        announce(f"{path} has no checksum, as of an older version: its original_len={lengths[1]} is trusted")
     return description
 
 

@@ -154,7 +154,7 @@ def test_a_dataset_of_the_hub_runs_nothing_either(hub, capsys, monkeypatch, mark
     else:
         source.prepare()
         assert sum(split.documents for split in source.prepared.values()) == 40
-    assert f"data: fetches owner/{kind} from the Hugging Face hub" in capsys.readouterr().out
+    assert f"data: fetching owner/{kind} from the Hugging Face hub" in capsys.readouterr().out
 
 
 def test_a_strangers_run_says_what_it_reads(stranger, script, tmp_path):
@@ -166,7 +166,7 @@ def test_a_strangers_run_says_what_it_reads(stranger, script, tmp_path):
 
     outcome = script(evaluate, f"run={stranger}", f"cache_dir={tmp_path / 'other'}", code=2)
 
-    assert f"data: reads 9 files such as {other}" in outcome.out
+    assert f"data: reading 9 files such as {other}" in outcome.out
 
 
 def test_a_tag_of_yaml_runs_nothing(stranger, script, mark):

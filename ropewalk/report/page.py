@@ -117,7 +117,7 @@ def costs(rows: pd.DataFrame) -> Grid:
     columns = {"differs in": trained.settings, "runs": trained.run}
     for name, heading in COSTS.items():
         columns[heading] = trained[name].map("{:,.0f}".format, na_action="ignore")
-    return _grid("In what the lines differ, costs, and the runs of each", trained.reset_index(), columns)
+    return _grid("How the lines differ, their costs and runs", trained.reset_index(), columns)
 
 
 def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
@@ -195,7 +195,7 @@ def what_was_run(runs: Runs, table: pd.DataFrame) -> list[Grid]:
     # The first column is narrow on a phone, so the commit leads: its first digits name it.
     return [
         ("Commands that made the numbers", commands.set_index(commands.commit.str[:10])),
-        ("Left out: broken, not finished, or there twice", left_out),
+        ("Left out: broken, unfinished or duplicate", left_out),
     ]
 
 
@@ -264,7 +264,7 @@ def plain(cells: pd.DataFrame) -> str:
         shown -= 1
         text = cells.iloc[:, :shown].to_string()
     left_out = cells.columns[shown:]
-    return f"{text}\nbeyond this terminal: {', '.join(left_out)}" if len(left_out) else text
+    return f"{text}\nnot shown, for lack of width: {', '.join(left_out)}" if len(left_out) else text
 
 
 def write_beside(run: Path) -> Path:

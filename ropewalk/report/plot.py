@@ -80,7 +80,7 @@ def gain(
     compared_with = rows.reference if column == "lead" else rows.base[rows.base.str.startswith(START)]
     cut = " or ".join(map("{:,.0f}".format, sorted(rows.cut.unique())))
     whose = "".join(f"{line} on " for line in compared_with.unique() if line)
-    note = "below 0 cut the text; bars: 95 % interval, dots: seeds; dashed: read otherwise than trained"
+    note = "below 0 cut the text; bars: 95 % interval, dots: seeds; dashed: not read as trained"
     ax = dressed(ax)
     titled(ax, f"Gain over {whose}the text cut to {cut} tokens", note)
     ax.set_ylabel(rows.unit.iloc[0])
@@ -241,7 +241,7 @@ def dressed(ax: Axes | None) -> Axes:
     if ax is None:
         _, ax = plt.subplots(figsize=SIZE, layout="constrained")
     if not isinstance(ax, Axes):
-        raise ValueError(f"ax={ax!r} is no Axes of matplotlib: leave it out for a figure of its own")
+        raise ValueError(f"ax={ax!r} is not an Axes of matplotlib: leave it out to get a new figure")
     ax.spines[["left", "right", "top"]].set_visible(False)
     ax.set_axisbelow(True)
     ax.grid(axis="y", color=LIGHT.grid)

@@ -220,7 +220,7 @@ def test_files_may_differ_in_their_other_columns(tmp_path, kind):
 
 DAMAGED = {
     "a.json": (b'{"text": 5}', "int in row 1, not text"),
-    "b.json": (b'{"text": "a"}\n["b"]', "row 2 is no object"),
+    "b.json": (b'{"text": "a"}\n["b"]', "row 2 is not an object"),
     "c.json": (b'{"text": "a"}\n{"text": ', "Expecting value"),
     "d.json": (b'{"body": "a"}', "no column of text: there is body"),
     "e.csv": (b"id;text\n1;a\n", "no column of text: there is id;text"),

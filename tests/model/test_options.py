@@ -10,7 +10,7 @@ from model.position.network import family_of
     ("name", "options", "message"),
     [
         ("nope", {"window": 0}, r"pe\.window=0: it should be greater than or equal to 1"),
-        ("nope", {"base": 3.0}, r"pe\.base: there is no such key; there is: .*window"),
+        ("nope", {"base": 3.0}, r"pe\.base: there is no such key; choose from: .*window"),
         ("rope", {"base": 1.0}, r"pe\.base=1\.0: it should be greater than 1"),
         ("rope", {"layout": "halves"}, r"pe\.layout='halves': it should be 'half' or 'interleaved'"),
         ("rope", {"base": "10000"}, r"pe\.base='10000': it should be a valid number"),

@@ -84,7 +84,7 @@ CASES = [
     ("init_optimizer=true", "init_from=RUN"),
     ("~pe", "pe=NAME"),
     ("pe={}", "pe={} changes nothing"),
-    ("runs_dir=/proc/no/runs", "runs_dir=/proc/no/runs: no directory can be made in /proc"),
+    ("runs_dir=/proc/no/runs", "runs_dir=/proc/no/runs: cannot create a directory in /proc"),
     ("runs/rope-code", "KEY=VALUE"),
     ("pe=[rope,yarn]", "-m pe=rope,yarn"),
     ("--config-name=evil", "configuration=evil"),

@@ -100,6 +100,6 @@ def test_a_signal_stops_all_after_a_checkpoint(tmp_path, capsys, name, code):
     assert [path.exists() for path in begun] == [True, True, False]
     assert (tmp_path / "logs" / "a.txt").read_text() == "a checkpoint\n"
     said = capsys.readouterr().out
-    assert f"{name}: waits for 2 to write a checkpoint" in said
-    assert f"{name}: stopped, 0 of 3 had ended; the same command goes on" in said
+    assert f"{name}: waiting for 2 to write a checkpoint" in said
+    assert f"{name}: stopped, 0 of 3 had ended; rerun the same command to resume" in said
     assert RESULT not in os.environ
