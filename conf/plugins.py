@@ -63,13 +63,13 @@ def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
     packages = [home, "lab", *os.environ.get(PLUGINS, "").replace(",", " ").split()]
     try:
         if not any(f"{module}.".startswith(f"{package}.") for package in packages):
-            raise ImportError(f"it is outside of {', '.join(packages)}")
+            raise ImportError(f"it is outside {', '.join(packages)}")
         cls = getattr(import_module(module), name)
         if not issubclass(cls, base) or inspect.isabstract(cls):
-            raise TypeError("it is not a concrete subclass of it")
+            raise TypeError("it is not a concrete subclass")
     except (ImportError, AttributeError, TypeError) as error:
         problem = f"{group}._target_={target!r} is not a {base.__name__} class under {home} ({error})"
-        raise ValueError(f"{problem}; a package of your own must be in PYTHONPATH, and named in {PLUGINS}") from None
+        raise ValueError(f"{problem}; your own package must be on PYTHONPATH and named in {PLUGINS}") from None
     return cls
 
 

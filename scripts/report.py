@@ -1,4 +1,4 @@
-"""Compare runs: one page to look at and to send on, or the same tables as Markdown or CSV.
+"""Compare runs: one page to look at and to share, or the same tables as Markdown or CSV.
 
 Runs that differ only in the seed are one line. Results on other texts are in a table of their own.
 

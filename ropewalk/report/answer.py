@@ -166,7 +166,7 @@ def how_sure(last: pd.DataFrame, others: Sequence[str]) -> str:
     elif last.seeds.max() == 1:
         sentence = f"± is the 95 % interval over {texts} of one training seed: another training may differ by more"
     if others:
-        sentence += f"; not compared, for other settings, shorter texts or no finite loss: {listed(others)}"
+        sentence += f"; not compared (other settings, shorter texts or no finite loss): {listed(others)}"
     return f"{sentence}."
 
 

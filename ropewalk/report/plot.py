@@ -174,7 +174,7 @@ def curves(
     ax.set_ylabel(y.replace("_", " "))
     ax.set_xlim(0, rows.x.max())
     ax.xaxis.set_major_locator(ticker.MaxNLocator(4))
-    ax.set_xlabel("tokens of training")
+    ax.set_xlabel("training tokens")
     # The first validations are far above all that matters, and of many lines so is what diverged.
     late = rows[rows.x >= rows.x.max() / 4]
     limits = _limits(late, (rows.y.min(), rows.y.min() + FLOOR), (-math.inf, late.groupby("line").y.max().median()))
