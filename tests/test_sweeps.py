@@ -40,7 +40,7 @@ def test_a_stopped_sweep_is_continued(train):
 
     outcome = train(*sweep)
 
-    assert "continuing" in outcome.out
+    assert "resuming" in outcome.out
     assert outcome.out.count("validation loss") == 1  # no table of the complete one
     assert {path: path.stat().st_mtime_ns for path in complete.rglob("*")} == before
 

@@ -222,8 +222,8 @@ DAMAGED = {
     "a.json": (b'{"text": 5}', "int in row 1, not text"),
     "b.json": (b'{"text": "a"}\n["b"]', "row 2 is not an object"),
     "c.json": (b'{"text": "a"}\n{"text": ', "Expecting value"),
-    "d.json": (b'{"body": "a"}', "no column of text: there is body"),
-    "e.csv": (b"id;text\n1;a\n", "no column of text: there is id;text"),
+    "d.json": (b'{"body": "a"}', "not a column of text; choose from: body"),
+    "e.csv": (b"id;text\n1;a\n", "not a column of text; choose from: id;text"),
     "f.csv": (b'text\n"a\nb', "unexpected end of data"),
     "g.parquet": (b"PAR1", "cannot be read"),
     "h.arrow": (b"x", "cannot be read"),
@@ -247,7 +247,7 @@ def test_code_is_the_source_of_the_standard_library_without_its_tests():
     assert not {"test", "encodings"} & {name.partition("/")[0] for name in names}
 
 
-NO_TEXT = r"no column of text: there is text \(string\), number \(int64\)"
+NO_TEXT = r"not a column of text; choose from: text \(string\), number \(int64\)"
 
 
 BAD_OPTIONS = [
