@@ -67,9 +67,8 @@ def markdown(rows: Sequence[Row], figure: str, counted: Counted | None = None) -
         entry = row.verdict.entry
         mark = "~~" if row.broken else "**" if entry == holder_of(rows) else ""
         said = cells(row)
-        said["entry"] = f"{mark}[{entry}](../board/{entry}/README.md){mark}"
-        said["ahead"] = said["ahead"].removesuffix(f" of {holder_of(rows)}")
-        table.append(said)
+        ahead = said["ahead"].removesuffix(f" of {holder_of(rows)}")
+        table.append(said | {"entry": f"{mark}[{entry}](../board/{entry}/README.md){mark}", "ahead": ahead})
     if rows and counted:
         score = over_seeds(counted.measured.scores())
         decays = " and ".join(f"{decay:g}" for decay in counted.decays)
