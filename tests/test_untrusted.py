@@ -32,8 +32,8 @@ class Bomb:
 DAMAGES = {
     "model.json is missing: has the run finished training?": lambda run: (run / "model.json").unlink(),
     "is not what it was trained on (tokenizer)": lambda run: (run / "data.json").write_text("{}"),
-    "has format 9, this version reads 2": lambda run: edit(run / "model.json", format=9),
-    "pe.bass: there is no such key": lambda run: edit(run / "model.json", "pe", bass=3),
+    "has format 9, but this version reads 2": lambda run: edit(run / "model.json", format=9),
+    "pe.bass: no such key": lambda run: edit(run / "model.json", "pe", bass=3),
 }
 
 
@@ -149,7 +149,7 @@ def test_a_dataset_of_the_hub_runs_nothing_either(hub, capsys, monkeypatch, mark
     )
 
     if kind == "pandas":
-        with pytest.raises(ValueError, match="its files are pandas, and these are read: parquet"):
+        with pytest.raises(ValueError, match="its files are pandas, but only these can be read: parquet"):
             source.prepare()
     else:
         source.prepare()

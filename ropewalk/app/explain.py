@@ -118,7 +118,7 @@ def _missing(key: str) -> str:
 def _unknown_key(key: str, siblings: Iterable[str]) -> str:
     """The message about a key that does not exist: the nearest beside it, or which options have such a key."""
     message = unknown_key(key, siblings)
-    if "; choose from: " not in message:  # a similar or a foreign name was found
+    if "; available: " not in message:  # a similar or a foreign name was found
         return message
     word = key.rpartition(".")[2]
     files = [(path.parent.name, path.stem) for path in sorted(CONF_DIR.glob("*/*.yaml"))]

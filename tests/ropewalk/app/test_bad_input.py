@@ -203,4 +203,4 @@ def test_a_misspelt_key_is_answered_without_importing_pytorch(program):
     command = [sys.executable, "-c", WITHOUT_PYTORCH.format(program)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "keyz: there is no such key" in done.stderr
+    assert "keyz: no such key" in done.stderr

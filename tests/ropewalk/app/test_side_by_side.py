@@ -13,7 +13,7 @@ from ropewalk.app.side_by_side import RESULT, places_of, run_all
 SAYS = "import os; os.write(int(os.environ['ROPEWALK_RESULT']), os.environ.get('CUDA_VISIBLE_DEVICES', '-').encode())"
 ENDS = {
     "says": SAYS,
-    "mistaken": "import sys; sys.exit('error: pe=yarm: there is no such option')",
+    "mistaken": "import sys; sys.exit('error: pe=yarm: no such option')",
     "broken": "1 / 0",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     "stopped": "raise SystemExit(75)",
@@ -30,7 +30,7 @@ def test_each_end_is_told(tmp_path, capsys):
 
     assert problems == {
         "says": "",
-        "mistaken": "failed: pe=yarm: there is no such option",
+        "mistaken": "failed: pe=yarm: no such option",
         "broken": "failed: ZeroDivisionError: division by zero",
         "killed": "killed, perhaps for lack of memory",
         "stopped": "stopped by a signal, after a checkpoint",

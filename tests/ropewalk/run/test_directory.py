@@ -130,7 +130,7 @@ def test_a_run_of_an_older_version_is_resumed(make, run):
     assert read_config(run.path) == run.cfg.model_dump()
 
     edit(config, "data", lengths={0: 1.0})
-    with pytest.raises(ValueError, match=r"data\.lengths=.* was removed"):
+    with pytest.raises(ValueError, match=r"data\.lengths=.* is no longer supported"):
         read_config(run.path)
 
 
