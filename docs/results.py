@@ -47,7 +47,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
     """Write all that is made from the results.
 
     Args:
-        arguments: the name of an archive, and folders of runs to gather into it first; none: the results are kept as they are.
+        arguments: the name of an archive, and folders of runs to gather into it first; none: the results are kept.
         root: where README.md and docs/ lie.
     """
     if arguments:
