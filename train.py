@@ -65,7 +65,7 @@ def train(cfg: Config) -> None:
         run = RunDir(cfg)
         run.check()
         if run.complete and is_measured(run.path, cfg):
-            print(f"{run.path} is complete and measured so")
+            print(f"{run.path} is already trained and evaluated with these settings")
         else:
             complete(run, fabric, hardware)
         page.show_results(run)
@@ -181,7 +181,7 @@ class Training:
         if processes.on_rank_zero(lambda: run.begun):
             progress = checkpoints.resume(run.checkpoints, self.net, self.optimizer)
             rows.check_rows(run, progress)
-            print(f"continuing {run.path} after step {progress.step}")
+            print(f"resuming {run.path} after step {progress.step}")
         if base and not progress.step:
             missing = load_weights(self.net, base, partial=cfg.init_partial)
             at_random = ", ".join(missing) or "none"

@@ -18,7 +18,7 @@ def unknown_key(key: str, siblings: Iterable[str]) -> str:
     """
     parent, dot, word = key.rpartition(".")
     hint = answer(key) or nearest(word, siblings, parent + dot)
-    return f"{key}: there is no such key{hint}"
+    return f"{key}: no such key{hint}"
 
 
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
@@ -29,7 +29,7 @@ def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
     if close:
         return f"; did you mean {prefix}{known_of[close[0]]}?"
     if words:
-        return f"; there is: {', '.join(words)}"
+        return f"; available: {', '.join(words)}"
     return ""
 
 

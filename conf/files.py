@@ -81,8 +81,8 @@ def _locked(folder: Path) -> contextlib.AbstractContextManager:
     for seconds in (PATIENCE, LONGEST):
         with contextlib.suppress(Timeout):
             return FileLock(lock, timeout=seconds).acquire()
-        print(f"waits for another process that fills {folder}; if there is none, delete {lock}", file=sys.stderr)
-    raise ValueError(f"{lock} has been held for a day or more: if no process fills {folder}, delete it")
+        print(f"waiting for another process that is writing {folder}; if there is none, delete {lock}", file=sys.stderr)
+    raise ValueError(f"{lock} has been held for a day or more: if no process is writing {folder}, delete it")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -115,7 +115,7 @@ def unsealed(values: Mapping[str, Any], remedy: str = "") -> dict[str, Any]:
     values = dict(values)
     recorded = values.pop("checksum", None)
     if recorded not in (None, _checksum(values)):
-        raise ValueError(f"its checksum is not that of its values{remedy}")
+        raise ValueError(f"its checksum does not match its values{remedy}")
     return values
 
 
@@ -141,7 +141,7 @@ def refuse_link(path: Path) -> Path:
     except OSError:  # whoever opens it says why
         return path
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise ValueError(f"{path} is a link, a pipe or a device, which is not followed: replace it by a plain file")
+        raise ValueError(f"{path} is a link, a pipe or a device, which is not followed: replace it with a plain file")
     return path
 
 
@@ -163,7 +163,7 @@ def own_file(path: Path) -> Path:
     folder = path.parent.resolve()
     blobs = folder.parent.parent / "blobs"
     if file.parent not in (folder, blobs):
-        raise ValueError(f"{path} is a link out of its folder, which is not followed: replace it by a copy of the file")
+        raise ValueError(f"{path} is a link out of its folder, which is not followed: replace it with a copy")
     return file
 
 
@@ -191,7 +191,7 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
         raise ValueError("hf: needs a folder or the name of a model, as in hf:OWNER/NAME")
     if Path(source).is_dir():
         return Path(source)
-    announce(f"fetches {source} from the Hugging Face hub, unless it is cached")
+    announce(f"fetching {source} from the Hugging Face hub, unless it is cached")
     from huggingface_hub import snapshot_download
 
     try:

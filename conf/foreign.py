@@ -6,17 +6,17 @@ _LOGGER = "a logger of Lightning's by its _target_: docs/usage.md, Watching runs
 _TRIAL = "experiment=quick is a run of seconds"
 _FILES = "data=text data.files='FOLDER/**/*' reads your own files"
 _HUB = "data=hf data.path=OWNER/NAME reads a dataset of the hub"
-_FP16 = "there is no fp16, whose gradients would need scaling: trainer.precision=bf16-mixed"
+_FP16 = "there is no fp16, whose gradients would need scaling; use trainer.precision=bf16-mixed"
 
 # Key, last word of a key, WORD=VALUE, GROUP=OPTION or WORD=TYPE -> the answer.
 FOREIGN = {
-    "accelerator=tpu": "a CPU, CUDA GPUs or one of Apple's",
+    "accelerator=tpu": "a CPU, CUDA GPUs or Apple's",
     "accumulate_grad_batches": "trainer.grad_accum_steps",
     "batch_size": "trainer.batch_size",
     "batch_size_per_device": "trainer.batch_size, which counts the sequences of all processes",
     "bf16": "trainer.precision=bf16-mixed",
     "block_size": "train_len",
-    "callbacks": "there are no callbacks: the loop is `Training.fit` in train.py, where a line of yours has its place",
+    "callbacks": "there are no callbacks: the loop is `Training.fit` in train.py, where you can add a line",
     "check_val_every_n_epoch": "trainer.val_every",
     "ckpt_path": _RESUME,
     "context_length": "train_len",
@@ -33,7 +33,7 @@ FOREIGN = {
     "data=wikitext": _HUB,
     "dataset": "data=hf data.path=OWNER/NAME, or data=text data.files=GLOB",
     "debug": _TRIAL,
-    "default_root_dir": "runs_dir is the folder of the runs, name=... that of this one",
+    "default_root_dir": "runs_dir is the folder of all runs, name=... that of this one",
     "devices": "trainer.devices",
     "devices=-1": "trainer.devices=auto",
     "devices=list": "CUDA_VISIBLE_DEVICES=0,1 chooses devices, and trainer.devices=2 is their number",
@@ -42,7 +42,7 @@ FOREIGN = {
     "epochs": "trainer.max_steps",
     "eval_interval": "trainer.val_every",
     "eval_iters": "trainer.val_tokens",
-    "enable_progress_bar": "a terminal has a bar, and a file has lines",
+    "enable_progress_bar": "a terminal shows a bar, a file gets lines",
     "eval_steps": "trainer.val_every",
     "experiment_name": "name",
     "extras": "each program has the keys that its --help shows, and no others",
@@ -85,7 +85,7 @@ FOREIGN = {
     "max_seq_length": "train_len",
     "max_steps": "trainer.max_steps",
     "max_time": "trainer.time_limit, in minutes",
-    "ema": "there is no average of weights; optim.schedule=wsd has much of what it is for",
+    "ema": "there is no weight averaging; optim.schedule=wsd serves much of its purpose",
     "model=gpt2": "model=small, or init_from=hf:gpt2 for its weights",
     "model.pe": "pe=NAME",
     "n_embd": "model.dim",
@@ -104,9 +104,9 @@ FOREIGN = {
     "optimizer": _OPTIMIZER,
     "optimizer=str": _OPTIMIZER,
     "overfit_batches": _TRIAL,
-    "out_dir": "runs_dir is the folder of the runs, name=... that of this one",
-    "output_dir": "runs_dir is the folder of the runs, name=... that of this one",
-    "pe": "pe=NAME chooses an encoding, which has its options then, as in pe=yarn pe.scale=8",
+    "out_dir": "runs_dir is the folder of all runs, name=... that of this one",
+    "output_dir": "runs_dir is the folder of all runs, name=... that of this one",
+    "pe": "pe=NAME chooses an encoding and so its options, as in pe=yarn pe.scale=8",
     "pe=absolute": "pe=learned, or pe=sinusoidal",
     "pe=none": "pe=nope",
     "pe=rotary": "pe=rope",
@@ -118,7 +118,7 @@ FOREIGN = {
     "precision=16-true": _FP16,
     "precision=bf16": "trainer.precision=bf16-mixed",
     "precision=fp16": _FP16,
-    "paths": "runs_dir is the folder of the runs, data.cache_dir that of tokenised data",
+    "paths": "runs_dir is the folder of all runs, data.cache_dir that of tokenised data",
     "profiler": "py-spy or torch.profiler from outside; scripts/bench.py mode=training times a step",
     "resume": _RESUME,
     "resume_from_checkpoint": _RESUME,
@@ -156,4 +156,4 @@ def answer(key: str, value: object = None) -> str:
     names = [key, word] if value is None else [f"{word}={value}", f"{word}={type(value).__name__}"]
     # FOREIGN["train_len"] is train_len: it helps whoever wrote trainer.train_len, and nobody else.
     answers = [FOREIGN[name] for name in names if name in FOREIGN and FOREIGN[name] != key]
-    return f"; here it is so: {answers[0]}" if answers else ""
+    return f"; in Ropewalk: {answers[0]}" if answers else ""

@@ -57,19 +57,19 @@ def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
         ValueError: it is empty, lies elsewhere, cannot be imported, or is not such a class.
     """
     if not target:
-        raise ValueError(f"{group} needs a _target_, the name of its class: choose an option with one: {group}=NAME")
+        raise ValueError(f"{group} needs a _target_, the name of its class: choose an option with one, {group}=NAME")
     # The package is checked before the import, since importing a module runs its code.
     module, _, name = MOVED.get(target, target).rpartition(".")
     packages = [home, "lab", *os.environ.get(PLUGINS, "").replace(",", " ").split()]
     try:
         if not any(f"{module}.".startswith(f"{package}.") for package in packages):
-            raise ImportError(f"it is outside of {', '.join(packages)}")
+            raise ImportError(f"it is outside {', '.join(packages)}")
         cls = getattr(import_module(module), name)
         if not issubclass(cls, base) or inspect.isabstract(cls):
-            raise TypeError("it is not a concrete subclass of it")
+            raise TypeError("it is not a concrete subclass")
     except (ImportError, AttributeError, TypeError) as error:
         problem = f"{group}._target_={target!r} is not a {base.__name__} class under {home} ({error})"
-        raise ValueError(f"{problem}; a package of your own must be in PYTHONPATH, and named in {PLUGINS}") from None
+        raise ValueError(f"{problem}; a package of your own must be on PYTHONPATH and named in {PLUGINS}") from None
     return cls
 
 

@@ -285,7 +285,7 @@ def without_gone(values: Any, prefix: str = "") -> Any:
         if name not in GONE:
             kept[key] = without_gone(value, f"{name}.")
         elif GONE[name] not in (..., value):
-            raise ConfigError(f"{name}={value} is gone; version 0.2 has it")
+            raise ConfigError(f"{name}={value} is no longer supported; version 0.2 has it")
     return kept
 
 

@@ -80,9 +80,7 @@ class HFTokenizer(Tokenizer):
         token = self.backend.token_to_id(str(_text(values.get("bos_token"))))
         if not isinstance(wanted, bool) or wanted == (self.own_bos is not None) or (wanted and token is None):
             return self.own_bos
-        announce(
-            f"{self.name}: add_bos_token={wanted} in tokenizer_config.json holds, and tokenizer.json says otherwise"
-        )
+        announce(f"{self.name}: add_bos_token={wanted} in tokenizer_config.json overrides tokenizer.json")
         return token if wanted else None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:

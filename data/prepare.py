@@ -160,12 +160,12 @@ def _prepared_folder(
             return folder
         with whole_folder(folder) as unfinished:
             if not folder.exists():  # another process may have made it while this one waited
-                announce(f"data: reads {source.name}")
+                announce(f"data: reading {source.name}")
                 write(unfinished)
                 # Documents are read several times and told apart by their numbers. If a file grows meanwhile, a text
                 # could be in both splits, or in none.
                 if source.fingerprint() != fingerprint:
-                    raise ValueError("the documents changed while they were read: try again when nobody writes to them")
+                    raise ValueError("the documents changed while being read: try again when nothing writes to them")
                 unfinished.replace(folder)
     except OSError as error:
         place = f"data.cache_dir={prefix.parent}"
@@ -210,8 +210,8 @@ def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fracti
     n_train = manifest["train"]["documents"]
     if not n_val or not n_train:
         raise ValueError(
-            f"the data has {n_val} documents for val, {n_train} documents for train (empty and "
-            f"repeated ones do not count), but each needs one: add documents, change data.val_fraction="
+            f"the data has {n_val} documents for validation and {n_train} for training (empty and "
+            f"repeated ones do not count), but each needs at least one: add documents, change data.val_fraction="
             f"{val_fraction:g}, or lower data.document_bytes, so that a single long file counts as several"
         )
     write_json(folder / "manifest.json", sealed(manifest))
@@ -271,8 +271,8 @@ def _write_split(
                 counts["tokens"] += len(ids) + 1
                 counts["token_bytes"] += int(tokenizer.token_bytes[ids.astype(np.int64)].sum())
     if replaced > characters / 2:
-        remedy = "convert it, as by iconv -f GB18030 -t UTF-8"
-        raise ValueError(f"more than half of the text for {name} is not UTF-8, but of another encoding: {remedy}")
+        remedy = "convert it, for example with iconv -f GB18030 -t UTF-8"
+        raise ValueError(f"more than half of the text for {name} is not UTF-8: {remedy}")
     hashes = {"sha256": sha256(tokens_path), "files_sha256": sha256(files_path)}
     return {"name": name, "dtype": dtype, **counts, **hashes}
 
@@ -295,7 +295,7 @@ def _open(folder: Path) -> dict[str, Split]:
             _check(folder / f"{name}.files", split.documents * np.dtype("uint32").itemsize, split.files_sha256)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{folder} is damaged ({reason}). Delete the folder to have it made again") from None
+        raise ValueError(f"{folder} is damaged ({reason}): delete the folder to have it prepared again") from None
     return splits
 
 

@@ -38,7 +38,7 @@ class TextData(Data):
     def __post_init__(self) -> None:
         kind, _, size = self.tokenizer.partition(":")
         if kind == "train" and not (size.isascii() and size.isdigit() and 257 < int(size) <= 2**20):
-            raise ValueError(f"data.tokenizer={self.tokenizer}: give train: a number of tokens, as in train:4096")
+            raise ValueError(f"data.tokenizer={self.tokenizer}: train: needs a number of tokens, as in train:4096")
 
     @abstractmethod
     def source(self) -> Source:
@@ -103,7 +103,7 @@ class TextData(Data):
         if self.bos == "none":
             return None
         if self.documents == "mask" and self.encoder.bos == self.encoder.eot:
-            raise ValueError(f"data.documents=mask: {self.tokenizer} begins texts with their end token: data.bos=none")
+            raise ValueError(f"data.documents=mask needs data.bos=none: {self.tokenizer} puts its end token first")
         return self.encoder.bos
 
     def describe(self, length: int) -> list[str]:

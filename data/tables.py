@@ -43,7 +43,7 @@ def check_column(column: str, schema: pyarrow.Schema) -> None:
 
 
 def _no_column(column: str, names: Iterable[str]) -> ValueError:
-    return ValueError(f"data.text_field={column} is no column of text: there is {', '.join(names)}")
+    return ValueError(f"data.text_field={column} is not a column of text; the columns are: {', '.join(names)}")
 
 
 def _parquet(path: Path, column: str) -> Texts:
@@ -70,7 +70,7 @@ def _json(path: Path, column: str) -> Texts:
     with _opened(path) as file:
         for number, row in enumerate(_json_rows(file), 1):
             if not isinstance(row, dict):
-                raise ValueError(f"row {number} is no object: write one a line, or a list of them")
+                raise ValueError(f"row {number} is not an object: write one per line, or a list of them")
             text = row.get(column)
             if not isinstance(text, str | None):
                 raise ValueError(f"data.text_field={column} is {type(text).__name__} in row {number}, not text")

@@ -68,7 +68,7 @@ class HuggingFace(TextData):
     def source(self) -> Source:
         patterns = [self.data_files] if isinstance(self.data_files, str) else self.data_files or []
         if self.path == "text":
-            raise ValueError("data.path=text would drop line ends: data=text data.files=GLOB reads plain text files")
+            raise ValueError("data.path=text would drop line ends: for plain text use data=text data.files=GLOB")
         return self._of_files(patterns) if self.path in FORMATS else self._of_hub(patterns)
 
     def _of_files(self, patterns: list[str]) -> Source:
@@ -78,7 +78,7 @@ class HuggingFace(TextData):
                 problem = f"data.{key}={getattr(self, key)} is for a dataset on the hub"
                 raise ValueError(f"{problem}; data.path={self.path} reads all rows of data.data_files")
         if not patterns:
-            raise ValueError(f"data.path={self.path} reads local files: name them by data.data_files=GLOB")
+            raise ValueError(f"data.path={self.path} reads local files: name them with data.data_files=GLOB")
         files = sorted(matching_files(patterns, "data.data_files"))
         for _, path in files:  # a column that is missing shows before anything is written
             next(tables.read(path, self.path, self.text_field), None)
@@ -95,14 +95,14 @@ class HuggingFace(TextData):
         # A run may come from somebody else. `datasets` has formats that can run code, such as pandas with its pickles,
         # and reads any address; which ones differs among its versions.
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", self.path) or Path(self.path).exists():
-            remedy = "of files here give their format, as in data.path=parquet data.data_files=GLOB"
+            remedy = "for local files give their format, as in data.path=parquet data.data_files=GLOB"
             raise ValueError(
                 f"data.path={self.path} is neither OWNER/NAME on the hub nor {', '.join(FORMATS)}; {remedy}"
             )
         for pattern in patterns:
             if re.search(r"^[/~]|:|\.\.|\\", pattern):
-                raise ValueError(f"data.data_files={pattern} is no path within the dataset {self.path}")
-        announce(f"data: fetches {self.path} from the Hugging Face hub, unless it is cached")
+                raise ValueError(f"data.data_files={pattern} is not a path within the dataset {self.path}")
+        announce(f"data: fetching {self.path} from the Hugging Face hub, unless it is cached")
         import datasets  # takes seconds, so only where it is used
 
         try:
@@ -112,8 +112,8 @@ class HuggingFace(TextData):
             # The last one reads what an earlier call has cached.
             kind = type(builder).__module__.rpartition(".")[2]
             if kind not in (*FORMATS, "cache"):
-                remedy = "plain text is read by data=text, once the files are here"
-                raise ValueError(f"its files are {kind}, and these are read: {', '.join(FORMATS)}; {remedy}")
+                remedy = "for plain text, download the files and use data=text"
+                raise ValueError(f"its files are {kind}, but only these can be read: {', '.join(FORMATS)}; {remedy}")
             builder.download_and_prepare()
             rows = builder.as_dataset(self.split)
         except Exception as error:  # the library, the hub and the network have many
@@ -242,8 +242,8 @@ def matching_files(patterns: list[str], key: str = "data.files") -> list[tuple[s
         names = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
         files = [Path(name) for name in names if os.path.isfile(name)]
         if not files:
-            remedy = f"a folder's files are {key}='FOLDER/**/*', and [[] stands for a bracket"
-            raise ValueError(f"{key}={pattern} matches no file (seen from {Path.cwd()}); {remedy}")
+            remedy = f"for all files in a folder write {key}='FOLDER/**/*'; [[] matches a bracket"
+            raise ValueError(f"{key}={pattern} matches no file (relative to {Path.cwd()}); {remedy}")
         paths += files
         # The last part, the file's own, always belongs to the id.
         without_wildcards = itertools.takewhile(lambda part: not re.search(r"[*?[]", part), path.parts[:-1])

@@ -129,10 +129,10 @@ def _read_ranks(path: str, published: list[str]) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         missing = sum(bytes([i]) not in ranks for i in range(256))
         if missing:
-            raise ValueError(f"it lacks {missing} of the 256 single bytes")
+            raise ValueError(f"it lacks {missing} of the 256 single-byte tokens")
         distinct = set(ranks.values())
         if len(distinct) < len(lines) or min(distinct) < 0:
-            raise ValueError("ranks must be different, and none negative")
+            raise ValueError("ranks must be distinct and not negative")
     except (OSError, ValueError) as error:
         file = f"a vocabulary file (lines with a token in base64 and its rank): {error}"
         raise ValueError(f"data.tokenizer={path} is neither bytes nor {', '.join(published)} nor {file}") from None

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
     """Write all that is made from the results.
 
     Args:
-        arguments: one of ARCHIVES, and folders of runs to gather into it first; none: the results are kept as they are.
+        arguments: the name of an archive, and folders of runs to gather into it first; none: the results are kept.
         root: where README.md and docs/ lie.
     """
     if arguments:
@@ -57,7 +57,8 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
     for name, described in TABLES["tables"].items():
         if not archive(name, root).is_file():
             continue  # its runs are not done
-        table = by_length(results(loaded(archive(name, root))))
+        sections = results(loaded(archive(name, root))).groupby("section", sort=False)
+        table = pd.concat([by_length(section) for _, section in sections])
         rows = tabulated(table, described["columns"])
         if name == "markov":
             with_costs(rows, root)
@@ -107,9 +108,10 @@ def page(name: str, root: Path) -> Path:
 
 
 def lines_of(table: pd.DataFrame) -> list[str]:
-    """Return the lines, best at the longest text first."""
+    """Return the lines, of each section the best at the longest text first."""
     rows = over_seeds(table)
-    rows = rows[rows.line != BEST_POSSIBLE].sort_values(["length", "rank", "line"], ascending=[False, True, True])
+    order = {"section": True, "length": False, "rank": True, "line": True}  # ascending
+    rows = rows[rows.line != BEST_POSSIBLE].sort_values([*order], ascending=[*order.values()])
     return rows.line.unique().tolist()
 
 

@@ -57,7 +57,7 @@ class Grid(BasicSweeper):
         results = self.launcher.launch(jobs, initial_job_idx=0) if jobs else []
         failed = [label for label, result in zip(labels, results, strict=True) if result.status != JobStatus.COMPLETED]
         if failed:
-            print(f"failed: {', '.join(failed)}; the same command tries these again", file=sys.stderr)
+            print(f"failed: {', '.join(failed)}; rerun the same command to retry", file=sys.stderr)
             raise SystemExit(1)
         return [results]
 
@@ -86,7 +86,7 @@ class SideBySide(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
         # Not in __init__, whose errors Hydra wraps in words of its own.
         if self.n_jobs is not None and (not isinstance(self.n_jobs, int) or self.n_jobs < 1):
-            raise ValueError(f"hydra.launcher.n_jobs={self.n_jobs}: how many run at once, or null")
+            raise ValueError(f"hydra.launcher.n_jobs={self.n_jobs}: must be the number of runs at once, or null")
         self.config = config
         self.hydra_context = hydra_context
 

@@ -137,7 +137,7 @@ class GPT(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         if type(vocab_size) is not int or vocab_size < 1:
-            raise ValueError(f"vocab_size={vocab_size!r} must be a whole number, and at least 1")
+            raise ValueError(f"vocab_size={vocab_size!r} must be a whole number of at least 1")
         self.cfg = cfg
         self.vocab_size = vocab_size
         self.train_len = train_len
@@ -146,7 +146,7 @@ class GPT(nn.Module):
         for encoding in self.encodings:
             if cfg.sinks and not encoding.has_softmax:
                 name = type(encoding).__name__
-                raise ValueError(f"model.sinks=true takes part in a softmax, which {name} lacks: set it to false")
+                raise ValueError(f"model.sinks=true needs a softmax, which {name} lacks: set it to false")
 
         # Padded to a multiple of `vocab_multiple`, since GPUs multiply matrices of round sizes faster.
         rows = math.ceil(vocab_size / cfg.vocab_multiple) * cfg.vocab_multiple
@@ -188,7 +188,7 @@ class GPT(nn.Module):
             cache: holds the text before `idx`, and gets `idx` too.
         """
         if idx.dim() != 2 or idx.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{idx.dtype} {tuple(idx.shape)} is not token ids [B, T], of int64 or int32")
+            raise ValueError(f"token ids must be int64 or int32 of shape [B, T], not {idx.dtype} {tuple(idx.shape)}")
         encodings = encodings or self.encodings
         # A context for each distinct encoding, with its tables, softmax scale and temperature, made by
         # `model.position.layer.make_context`. The positions [B, T] of packed documents begin anew in each. Where ranks

@@ -61,12 +61,12 @@ def describe(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / DESCRIPTION
     if not path.is_file():
-        remedy = "has the run finished training? A model of transformers has hf: before its name"
+        remedy = "has the run finished training? For a model of transformers write hf: before its name"
         raise ValueError(f"{path} is missing: {remedy}")
     description = read_json(path)
     version = description.get("format")
     if version != FORMAT:
-        raise ValueError(f"{path} has format {version!r}, this version reads {FORMAT}: use the version that wrote it")
+        raise ValueError(f"{path} has format {version!r}, but this version reads {FORMAT}: use the one that wrote it")
     try:
         is_sealed = "checksum" in description
         description = unsealed(description, remedy=": restore it")
@@ -82,7 +82,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not is_sealed and lengths[0] != lengths[1]:
-        announce(f"{path} has no checksum, as of an older version: its original_len={lengths[1]} is believed")
+        announce(f"{path} is of an older version, without a checksum: its original_len={lengths[1]} is trusted")
     return description
 
 
@@ -132,7 +132,7 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
     if description.get("sha256") != digest:
-        raise ValueError(f"{path} is damaged or of another model: its SHA-256 is not that of {DESCRIPTION}")
+        raise ValueError(f"{path} is damaged or belongs to another model: its SHA-256 is not that in {DESCRIPTION}")
     # Other weights would silently give NaN results.
     for name, tensor in weights.items():
         if not (tensor.is_floating_point() and tensor.isfinite().all()):

@@ -312,7 +312,7 @@ def _check_tensors(pe: PositionEncoding, given: Mapping[str, Tensor]) -> None:
     }
     for name, tensor in given.items():
         if tensor.shape != shapes[name]:
-            remedy = "of [B, T, H, D] take transpose(1, 2), and there is no cache"
+            remedy = "use transpose(1, 2) if it is [B, T, H, D]; there is no cache"
             raise ValueError(f"{name} is {tuple(tensor.shape)}, not {shapes[name]}, as q has T = {length}; {remedy}")
         is_of_q = (
             name == "x" or tensor.dtype == q.dtype

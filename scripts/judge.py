@@ -5,7 +5,7 @@ python scripts/judge.py pe=mine pe.horizon=32 experiment=compare     on source c
 python scripts/judge.py pe=yarn pe.scale=8 against=rerope seeds=5 data=text data.files='corpus/**/*.py'
 python scripts/judge.py entry=board/2026-11-30-mine              the encoding of an entry of the board
 
-The other keys are those of train.py and hold for both sides, but for pe.*. The same command resumes. The verdict lies
+Other keys are those of train.py and apply to both sides, except pe.*. The same command resumes. The verdict is
 in RUNS_DIR/verdicts/ as JSON. Each verdict of a folder is a try and makes the intervals of later ones wider: see
 lab/board/judge.py. Exit code: 0 better, 3 not separated, 4 worse; others as of train.py.
 """

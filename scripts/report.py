@@ -1,4 +1,4 @@
-"""Compare runs: one page to look at and to send on, or the same tables as Markdown or CSV.
+"""Compare runs: one page to look at and to share, or the same tables as Markdown or CSV.
 
 Runs that differ only in the seed are one line. Results on other texts are in a table of their own.
 
@@ -48,12 +48,12 @@ def main(args: Arguments) -> None:
     # The format that the file's name asks for; a page by default.
     kind = args.format or Path(args.out or page.PAGE).suffix.removeprefix(".")
     if kind not in get_args(Format):
-        raise ConfigError(f"out={args.out}: its end names the format, one of .{', .'.join(get_args(Format))}")
+        raise ConfigError(f"out={args.out}: its extension must be one of .{', .'.join(get_args(Format))}")
     folders = [args.folders] if isinstance(args.folders, str) else args.folders
     runs = frame.load(folders, args.only, args.exclude)
     if runs.runs.empty and not runs.left_out:
-        asked = f" with a name as in only={args.only} exclude={args.exclude}" if args.only or args.exclude else ""
-        raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
+        asked = f" with a name that fits only={args.only} exclude={args.exclude}" if args.only or args.exclude else ""
+        raise ConfigError(f"no run{asked} is in {', '.join(folders)}: a run is a directory with a config.yaml")
 
     # In the first folder, as some of `folders` may be files of results; without one where the program runs.
     first_folder = next((Path(folder) for folder in folders if Path(folder).is_dir()), Path())

@@ -57,7 +57,7 @@ def main(args: Arguments) -> None:
     scale = max(encoding.active_scale for encoding in encodings)  # 1 in layers that are not scaled
     readable = model.net.train_len * scale
     if tokens > readable:
-        print(f"warning: {tokens} tokens, and the model has learned to read {readable:g}", file=sys.stderr)
+        print(f"warning: {tokens} tokens, but the model was trained to read {readable:g}", file=sys.stderr)
     options = args.model_dump(include={"max_new_tokens", "temperature", "top_k", "seed"})
     for piece in itertools.chain([prompt], model.stream(prompt, **options)):
         # First the prompt, then what follows it. A terminal would obey control characters.

@@ -122,7 +122,7 @@ def test_another_vocabulary_of_the_same_size_is_refused(refused, straight, tmp_p
     (tmp_path / "v.tiktoken").write_text("".join(lines))
 
     error = refused(straight("pe=rope"), f"data.tokenizer={tmp_path / 'v.tiktoken'}")
-    assert "a vocabulary of 257 tokens, the data another one of 257" in error
+    assert "a vocabulary of 257 tokens, the data one of 257" in error
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_another_vocabulary_of_the_same_size_is_refused(refused, straight, tmp_p
         (["model.dim=64"], "model.dim=64 contradicts"),
         (["model=tiny"], "contradicts"),  # the program's default, but asked for
         (["model.dim=64", "init_partial=true"], "none of the weights"),
-        (["data=flip_flop"], "the data another one of 5"),
+        (["data=flip_flop"], "the data one of 5"),
     ],
 )
 def test_what_does_not_fit_is_refused(refused, straight, options, message):

@@ -69,12 +69,12 @@ def test_a_launcher_that_waits_for_sigusr2_gets_it_after_a_checkpoint(train, mon
     assert checkpoints
     assert not (train.runs / "rope-text" / "training.json").exists()
 
-    assert "continuing" in train("pe=rope", *SHORT).out
+    assert "resuming" in train("pe=rope", *SHORT).out
 
 
 def test_a_time_limit_stops_after_a_checkpoint_and_the_same_command_resumes(train):
     outcome = train("pe=rope", "trainer.time_limit=1e-9", *SHORT, code=75)
 
     assert "SIGALRM: stopped after step 1; " in outcome.out
-    assert "continuing" in train("pe=rope", *SHORT).out
+    assert "resuming" in train("pe=rope", *SHORT).out
     assert (train.runs / "rope-text" / "training.json").exists()

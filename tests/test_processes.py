@@ -136,7 +136,7 @@ def test_killed_and_resumed(train, pair, job, kind):
 
     said = job([None, None], *options, "name=killed")
 
-    assert "continuing" in said[0]
+    assert "resuming" in said[0]
     assert differences(train.runs / "killed", pair(*options)) == []
 
 
@@ -194,7 +194,7 @@ def test_a_run_that_lightning_started_goes_on_by_torchrun(train, job):
     assert out.count("stopped after step") == 1
     assert "rror" not in err
 
-    assert job([None, None], *options)[0].count("continuing") == 1
+    assert job([None, None], *options)[0].count("resuming") == 1
 
     assert [row["step"] for row in rows_of(run)] == [1, 100, 200, 300]
 

@@ -53,7 +53,7 @@ def test_killed_twice(train, straight, when):
     for moment in moments:
         assert live(train.complete(*options, "name=killed"), moment) == -signal.SIGKILL
 
-    assert "continuing" in train(*options, "name=killed").out
+    assert "resuming" in train(*options, "name=killed").out
     assert differences(train.runs / "killed", straight(*options)) == []
     assert not list((train.runs / "killed" / "checkpoints").glob(".*"))
 

@@ -40,7 +40,7 @@ def test_a_stopped_sweep_is_continued(train):
 
     outcome = train(*sweep)
 
-    assert "continuing" in outcome.out
+    assert "resuming" in outcome.out
     assert outcome.out.count("validation loss") == 1  # no table of the complete one
     assert {path: path.stat().st_mtime_ns for path in complete.rglob("*")} == before
 
@@ -67,8 +67,8 @@ def test_a_failing_job_is_named_and_the_others_go_on(train):
         ("pe=rope,nope optim.lr=1e-3,-1", "pe=rope optim.lr=-1: optim.lr=-1"),
         ("optim.lr=interval(0.1,0.2)", "hydra/sweeper=optuna"),
         ("pe=[rope,alibi],nope", "one option at a time"),
-        ("hydra/launcher=side_by_side hydra.launcher.n_jobs=-1", "hydra.launcher.n_jobs=-1: how many run at once"),
-        ("hydra/launcher=side_by_side hydra.launcher.n_jobs=all", "hydra.launcher.n_jobs=all: how many run at once"),
+        ("hydra/launcher=side_by_side hydra.launcher.n_jobs=-1", "hydra.launcher.n_jobs=-1: must be the number"),
+        ("hydra/launcher=side_by_side hydra.launcher.n_jobs=all", "hydra.launcher.n_jobs=all: must be the number"),
         ("pe=glob(zz*)", "pe=glob(zz*): no option matches"),
         ("seed=0,1 eval={sequences:3} eval={at:[2]}", "eval={...} is given more than once"),
         ("eval={sequences:3},{sequences:4} eval={at:[2]}", "eval={...} is given more than once"),

@@ -32,8 +32,8 @@ class Bomb:
 DAMAGES = {
     "model.json is missing: has the run finished training?": lambda run: (run / "model.json").unlink(),
     "is not what it was trained on (tokenizer)": lambda run: (run / "data.json").write_text("{}"),
-    "has format 9, this version reads 2": lambda run: edit(run / "model.json", format=9),
-    "pe.bass: there is no such key": lambda run: edit(run / "model.json", "pe", bass=3),
+    "has format 9, but this version reads 2": lambda run: edit(run / "model.json", format=9),
+    "pe.bass: no such key": lambda run: edit(run / "model.json", "pe", bass=3),
 }
 
 
@@ -149,12 +149,12 @@ def test_a_dataset_of_the_hub_runs_nothing_either(hub, capsys, monkeypatch, mark
     )
 
     if kind == "pandas":
-        with pytest.raises(ValueError, match="its files are pandas, and these are read: parquet"):
+        with pytest.raises(ValueError, match="its files are pandas, but only these can be read: parquet"):
             source.prepare()
     else:
         source.prepare()
         assert sum(split.documents for split in source.prepared.values()) == 40
-    assert f"data: fetches owner/{kind} from the Hugging Face hub" in capsys.readouterr().out
+    assert f"data: fetching owner/{kind} from the Hugging Face hub" in capsys.readouterr().out
 
 
 def test_a_strangers_run_says_what_it_reads(stranger, script, tmp_path):
@@ -166,7 +166,7 @@ def test_a_strangers_run_says_what_it_reads(stranger, script, tmp_path):
 
     outcome = script(evaluate, f"run={stranger}", f"cache_dir={tmp_path / 'other'}", code=2)
 
-    assert f"data: reads 9 files such as {other}" in outcome.out
+    assert f"data: reading 9 files such as {other}" in outcome.out
 
 
 def test_a_tag_of_yaml_runs_nothing(stranger, script, mark):

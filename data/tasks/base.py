@@ -98,7 +98,7 @@ class Generated(Data):
         id_of = {symbol: i for i, symbol in enumerate(self.vocab)}
         for symbol in text.split():
             if symbol not in id_of:
-                raise ValueError(f"{symbol!r} is not a symbol of this data; there is: {' '.join(id_of)}")
+                raise ValueError(f"{symbol!r} is not a symbol of this data; its symbols are: {' '.join(id_of)}")
         return [id_of[symbol] for symbol in text.split()]
 
     def decode(self, ids: Sequence[int]) -> str:

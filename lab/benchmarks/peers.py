@@ -247,13 +247,13 @@ def _row(options: Any, peer: Peer, their_loss: float, theirs: Callable[[str], fl
     our_loss = ours.first_loss()
     if abs(their_loss / our_loss - 1) > CLOSE:
         raise ConfigError(f"the first losses are {our_loss:.3f} and {their_loss:.3f}: not the same work")
-    row = {"MB of a step, its": f"{ours.memory():.0f}, {theirs('memory'):.0f}"}
+    row = {"MB of a step: ours, theirs": f"{ours.memory():.0f}, {theirs('memory'):.0f}"}
     our_seconds, seconds = interleave(ours.step, partial(theirs, "step"), options.rounds)
     tokens = options.trainer["batch_size"] * options.train_len * options.steps
     row["tokens/s"] = f"{tokens / median(our_seconds):,.0f}"
-    row["speed of a step / its"] = ratio(seconds, our_seconds)
-    row[f"speed at {TIMES}x / its"] = ""
+    row["speed of a step: ours / theirs"] = ratio(seconds, our_seconds)
+    row[f"speed at {TIMES}x: ours / theirs"] = ""
     if peer.encoding == "rope" and peer.build is not nanogpt:  # learned positions end where the training did
         our_seconds, seconds = interleave(ours.reading, partial(theirs, "reading"), options.rounds)
-        row[f"speed at {TIMES}x / its"] = ratio(seconds, our_seconds)
+        row[f"speed at {TIMES}x: ours / theirs"] = ratio(seconds, our_seconds)
     return row

@@ -1,4 +1,4 @@
-"""The page of the board: a table, a figure, the history of the records, and how to enter."""
+"""The page of the board: a table, a figure, and how to enter."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,35 +10,29 @@ from lab.board.rules import IN_WORDS, LOWEST, READING, Row, holder_of, over_seed
 from ropewalk.report import plot
 
 HEAD = """\
-# The board: which position encoding gains most from long text
+# The board
 
 <!-- written by `make board` from board/*/verdict.json -->
 
-Each encoding is trained in the same small network on texts of 64 tokens, with a Markov chain each, and then reads texts
-of 512. Its *score* is what it gains there over the text cut to 64 tokens, in percent of what is possible, over chains
-that stay the same and chains that change: the best possible predictor has 100, whoever cuts the text has 0, and whoever
-loses as much as could be gained, or more, has -100. *Ahead* is the difference to the holder of the record, which was
-trained beside it with the same seeds. *1x* is the loss at 64 tokens above RoPE's, in bits; *step* the time of a
-training step, *reading* that of reading texts of 512, empty where it was not measured, and *parameters* their number
-with buffers, as multiples of RoPE's. An entry that breaks a rule stays, struck through.
+Each encoding is trained in the same small network on texts of 64 tokens, each with its own Markov chain, and reads
+texts of 512. Its *score* is its gain there over the cut text, in percent of the possible, over chains that stay and
+chains that change; the lowest is -100. *Ahead*: of the record's holder, trained on the same seeds, named where another
+holds it now. *1x*: the loss at 64 tokens above RoPE's, in bits. *Step* time and *parameters* are
+multiples of RoPE's.
 """
 ENTER = f"""\
 ## Enter
 
-1. Copy `board/2026-11-25-rope` to `board/DATE-NAME`; write `encoding.py` and `pe.yaml` ([how](../program.md)).
-2. Say in ten lines of README.md what the idea is, where it comes from, and what was tried and failed.
-3. Commit, then `make board PE=board/DATE-NAME`: 20 trainings of about a minute, one on each core; 60 more if promising.
-4. Open a pull request: it is judged again, with seeds and texts drawn from its merge commit, and that verdict counts.
-5. Allowed are 2 % more parameters than RoPE's, twice its time of a step, {READING:g} times its time of reading, and a
-   learning rate of {IN_WORDS}. Later tokens must not change what is said of earlier ones, at 64 tokens and at 512.
+Write a folder [like this](../program.md), then `make board PE=board/DATE-NAME`: 20 trainings of about a minute, 60 more
+if promising. A pull request is judged again, with seeds and texts drawn from its merge commit; that verdict counts.
+Allowed: 1.02 times RoPE's parameters, twice its time of a step, {READING:g} times its time of reading, and a learning
+rate of {IN_WORDS}.
 
-A record is ahead of its holder with p < 0.01, paired by seed, after Holm's correction for all entries so far. At 1x it
-is surely no more than 0.02 bits above RoPE, and it has no `help` from the network, such as a convolution.
+A record is ahead of its holder with p < 0.01, paired by seed, after Holm's correction for all entries. At 1x it is
+surely no more than 0.02 bits above RoPE, and has no help from the network, such as a convolution.
 
-In 300 simulated boards a gain of 5 points after 28 equal entries is a record in 98 % where the difference of two scores
-has a standard deviation of 3 from seed to seed, as between FoX and ALiBi. Where it is 8.6, as between KERPLE and these,
-it is one in 6 %, and a gain of 12.5 points in 94 %. Of 30 equal entries one is a false record in 1 % of boards
-(`tests/lab/board/test_rules.py`).
+In simulated boards a gain of 5 points is a record in 98 % (scores that vary between seeds as FoX's and ALiBi's) or 6 %
+(as KERPLE's); of 30 equal entries one is a false record in 1 % (`tests/lab/board/test_rules.py`).
 """
 
 
@@ -53,10 +47,8 @@ def cells(row: Row) -> dict[str, str]:
         "p": f"{row.p:.1g}" if row.ahead else "",
         "1x": f"{row.above:+.3f}",
         "step": f"{v.cost:.2f}",
-        "reading": f"{v.reading:.2f}" if v.reading else "",
         "parameters": f"{v.parameters:.2f}",
         "lr": f"{v.lr:g}",
-        "help": ", ".join(f"{key} {value}" for key, value in v.help.items()),
         "": row.remark,
     }
 
@@ -74,12 +66,14 @@ def markdown(rows: Sequence[Row], figure: str, counted: Counted | None = None) -
     for row in sorted(rows, key=lambda row: (bool(row.broken), -row.score.value)):
         entry = row.verdict.entry
         mark = "~~" if row.broken else "**" if entry == holder_of(rows) else ""
-        table.append(cells(row) | {"entry": f"{mark}[{entry}](../board/{entry}/README.md){mark}"})
+        said = cells(row)
+        ahead = said["ahead"].removesuffix(f" of {holder_of(rows)}")
+        table.append(said | {"entry": f"{mark}[{entry}](../board/{entry}/README.md){mark}", "ahead": ahead})
     if rows and counted:
         score = over_seeds(counted.measured.scores())
         decays = " and ".join(f"{decay:g}" for decay in counted.decays)
         of_counter = {
-            "entry": f"*no training: a counter of pairs that keeps {decays} of each count a token*",
+            "entry": f"*an untrained counter of pairs that keeps {decays} of each count a token*",
             "score": f"{score.value:.1f} ± {score.half:.1f}",
             "seeds": str(score.seeds),
         }

@@ -134,8 +134,8 @@ def row_of(verdict: Verdict, earlier: Sequence[Row]) -> Row:
     above, bound = above_rope(verdict.measured, earlier[0].verdict.measured if earlier else verdict.measured)
     holder = holder_of(earlier)
     of_records = [
-        (not earlier or bound <= ABOVE, f"at 1x it may be {bound:.3f} bits above RoPE, at most {ABOVE}"),
-        (not verdict.help, "it has help from the network"),
+        (not earlier or bound <= ABOVE, f"at 1x up to {bound:.3f} (limit {ABOVE})"),
+        (not verdict.help, f"it has help from the network: {verdict.help}"),
         (holder == verdict.holder,
          f"it was compared with {verdict.holder}, and the record is {holder}'s: judge it again"),
     ]  # fmt: skip

@@ -65,7 +65,7 @@ def measured(sides: Sequence[Sequence[Config]]) -> list[list[Losses]]:
     """
     failed = train_all([*itertools.chain(*sides)])
     if failed:
-        raise ConfigError(f"these runs have not ended: {', '.join(failed)}; the same command tries them again")
+        raise ConfigError(f"these runs have not ended: {', '.join(failed)}; rerun the same command to retry")
     return [[losses(run) for run in side] for side in sides]
 
 

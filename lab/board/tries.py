@@ -45,7 +45,7 @@ def judged(args: Arguments) -> int:
     sees = ", ".join(f"{n} seeds a lead of {lead:.3f}" for n, lead in leads.items())
     verdict = {
         "sentence": f"{mine.pe['name']} against {against.pe['name']}: {judge.sentence(findings)}; {unit}; "
-        f"try {number} of {args.runs_dir}: intervals for {number}; about four of five such tries find with {sees}",
+        f"try {number} of {args.runs_dir}: intervals for {number}; about four of five tries would find, with {sees}",
         "verdict": findings[deciding].word,
         "decided_by": deciding,
         "unit": unit,

@@ -30,7 +30,7 @@ class TrainingFree(Scaled, Rotary):
     def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)
         if self.values:
-            raise ValueError("pe.values=true: a value has one angle, but the zones of this encoding have several")
+            raise ValueError("pe.values=true: each value has one angle, but in this encoding each zone has its own")
         self.set_scales(ANY_LENGTH)
 
     def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:

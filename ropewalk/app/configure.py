@@ -47,7 +47,7 @@ def configure(config: DictConfig) -> Config:
     """
     cfg = resolve(merged(config))
     if started_by().rank == 0 and _takes_extend(config):
-        print("settings of experiment=extend hold where yours say nothing")
+        print("using the settings of experiment=extend where you gave none")
     warmup, steps = cfg.optim.warmup_steps, cfg.trainer.max_steps
     if started_by().rank == 0 and warmup >= steps > 0:
         print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)

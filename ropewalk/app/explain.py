@@ -60,8 +60,8 @@ def check_overrides() -> None:
     config = HydraConfig.get()
     for override in config.overrides.task:
         if override.startswith("~"):
-            remedy = "give it another value, as in logger=none, optim.grad_clip=null or pe=NAME"
-            raise ConfigError(f"{override}: a program needs each of its keys; {remedy}")
+            remedy = "set another value, as in logger=none, optim.grad_clip=null or pe=NAME"
+            raise ConfigError(f"{override}: keys cannot be removed; {remedy}")
         group, _, choice = override.partition("=")
         if choice == "{}":
             raise ConfigError(f"{override} changes nothing: name an option, as in pe=yarn, or a key, as in pe.scale=8")
@@ -98,7 +98,7 @@ def _of_hydra(error: HydraException, message: str) -> str:
         return no_such_option(group, name, error.options or ())
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
-        return f"{error.override!r} is not KEY=VALUE; a text has quotes of its own: \"{key}='{value}'\""
+        return f"{error.override!r} is not KEY=VALUE; quote text: \"{key}='{value}'\""
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         siblings = [] if cause.parent_node is None else list(cause.parent_node)
         return _unknown_key(str(cause.full_key), [str(name) for name in siblings if name != "hydra"])
@@ -106,7 +106,7 @@ def _of_hydra(error: HydraException, message: str) -> str:
         return unknown_key(message.split("'")[1], ())  # a group of other programs
     if message.startswith("Ambiguous value"):
         override = message.split("'")[1]
-        return f"{override}: several values; with -m each is a run, in brackets they are a list, in quotes one text"
+        return f"{override}: several values; with -m each is a run; use brackets for a list, quotes for text"
     return message
 
 
@@ -120,7 +120,7 @@ def _missing(key: str) -> str:
 def _unknown_key(key: str, siblings: Iterable[str]) -> str:
     """The message about a key that does not exist: the nearest beside it, or which options have such a key."""
     message = unknown_key(key, siblings)
-    if "; there is: " not in message:  # a similar or a foreign name was found
+    if "; available: " not in message:  # a similar or a foreign name was found
         return message
     word = key.rpartition(".")[2]
     files = [(path.parent.name, path.stem) for path in sorted(CONF_DIR.glob("*/*.yaml"))]

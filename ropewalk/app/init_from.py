@@ -114,9 +114,9 @@ def vocab_size(data: Data, base: Options) -> int:
     tokenizer, size = base.get("tokenizer"), int(base["vocab_size"])
     differs = tokenizer and not data.tokenizer_identity().items() <= tokenizer.items()
     if differs or _largest_id(data) >= size:
-        what = f"{base['source']} has a vocabulary of {size} tokens, the data another one of {data.vocab_size}"
-        remedy = "leave out data.tokenizer, so that it is the model's own, or choose its data"
-        raise ConfigError(f"{what}: {remedy}; of a tokenizer with tokens that the model lacks, remove these")
+        what = f"{base['source']} has a vocabulary of {size} tokens, the data one of {data.vocab_size}"
+        remedy = "leave out data.tokenizer to use the model's own, or choose its data"
+        raise ConfigError(f"{what}: {remedy}; if its tokenizer has tokens that the model lacks, remove them")
     return size
 
 

@@ -219,11 +219,11 @@ def _rules_of_shared_texts(cfg: Config) -> Rules:
     asked = f"trainer.context_parallel={t.context_parallel}"
     return [
         (shares and cfg.data.get("documents") == "mask",
-         f"data.documents=mask: {asked} shares one text, not several documents; set one of them only"),
+         f"data.documents=mask: {asked} shares one text, not several documents; set only one of them"),
         (shares and t.positions != "consecutive",
-         f"trainer.positions={t.positions}: {asked} has long texts, for which this stands; set one of them only"),
+         f"trainer.positions={t.positions}: {asked} has long texts, which this imitates; set only one of them"),
         (shares and bool(cfg.model.conv or cfg.model.key_offset),
-         f"model.conv and model.key_offset need the tokens before a piece, which {asked} does not have; set one only"),
+         f"model.conv and model.key_offset need the tokens before a piece, which {asked} does not have; set only one"),
     ]  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def run_all(commands: Mapping[str, Sequence[str]], places: Sequence[Place], logs
     free = [*places][: len(waiting)]
     at_once = len(free)
     if waiting:
-        print(f"{len(waiting)} to run, {at_once} at once; what they print is in {logs}", flush=True)
+        print(f"{len(waiting)} to run, {at_once} at once; their output is in {logs}", flush=True)
         logs.mkdir(parents=True, exist_ok=True)
     running: dict[str, Running] = {}
     ended: dict[str, Ended] = {}
@@ -117,14 +117,17 @@ def run_all(commands: Mapping[str, Sequence[str]], places: Sequence[Place], logs
         if running:
             _stop(running.values(), signals[0])
     if signals:
-        print(f"{signals[0]}: stopped, {len(ended)} of {len(commands)} had ended; the same command goes on", flush=True)
+        print(
+            f"{signals[0]}: stopped, {len(ended)} of {len(commands)} had ended; rerun the same command to resume",
+            flush=True,
+        )
         raise SystemExit(INTERRUPTED if "SIGINT" in signals else STOPPED)
     return ended
 
 
 def _stop(running: Collection[Running], reason: str) -> None:
     """Let programs stop after a checkpoint, if they had begun to train."""
-    print(f"{reason}: waits for {len(running)} to write a checkpoint", flush=True)
+    print(f"{reason}: waiting for {len(running)} to write a checkpoint", flush=True)
     # Also after Ctrl-C, which has reached them all if it came from a terminal: a second one would kill them.
     for one in running:
         one.process.terminate()

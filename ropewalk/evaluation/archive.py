@@ -94,12 +94,12 @@ def read(path: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     try:
         file = parquet.ParquetFile(refuse_link(path), page_checksum_verification=True)
         if not file.schema_arrow.equals(SCHEMA):
-            raise ValueError("it has other columns than results have")
+            raise ValueError("its columns are not those of results")
         rows = file.read().to_pandas()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if (rows[["length", "train_len", "run_train_len"]] < 1).any(axis=None):
-        raise ValueError("a length is no number of tokens")
+        raise ValueError("a length is not a number of tokens")
     rows["path"] = f"{path}/" + rows.run_name
     rows["sample"] = list(map(_sample, rows["values"], rows.units))
     rows["optimum_sample"] = [

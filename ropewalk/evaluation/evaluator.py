@@ -99,7 +99,7 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
                 plan = MEASURES[name](data, cfg)
         if plan is None:
             raise ConfigError(
-                f"measures: {name} has no meaning for these data or lengths (by_position and far_copies need "
+                f"measures: {name} does not apply to these data or lengths (by_position and far_copies need "
                 f"text, far_copies also a length beyond train_len); leave it out"
             )
         made.append(plan)

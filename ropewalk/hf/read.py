@@ -122,7 +122,7 @@ def _refuse_files_elsewhere(folder: Path) -> None:
         parts = dict(read_json(own_file(index)).get("weight_map", {})).values()
         elsewhere = [part for part in parts if Path(str(part)).name != part]
         if elsewhere:
-            raise ValueError(f"{index} names {elsewhere[0]}, which is no file of its folder: put it there")
+            raise ValueError(f"{index} names {elsewhere[0]}, which is not in its folder: put it there")
     for path in folder.glob("*.safetensors"):
         own_file(path)
 
@@ -159,7 +159,7 @@ def read_model(source: str | Path) -> Pretrained:
         raise ValueError(f"{path}: {error}") from None
     except Exception as error:  # text where numbers belong, a list too short: the library raises many kinds
         settings = {key: value for key, value in values.items() if key.startswith("rope_")}
-        problem = f"transformers cannot use a setting, perhaps of {settings} ({type(error).__name__}: {error})"
+        problem = f"transformers cannot use a setting, perhaps one of {settings} ({type(error).__name__}: {error})"
         raise ValueError(f"{path}: {problem}") from None
 
 

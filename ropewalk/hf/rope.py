@@ -235,7 +235,7 @@ def _rope_parameters(pe: Any) -> dict[str, Any]:
     original = getattr(pe, "original_len", pe.train_len)
     divisors = [plain / pe.frequencies(length) for length in (original, original + 1)]
     if not all(divided.isfinite().all() for divided in divisors):
-        raise ValueError(f"{cls.__name__} cannot be exported: transformers has frequencies of 0 in p-RoPE alone")
+        raise ValueError(f"{cls.__name__} cannot be exported: transformers has frequencies of 0 only in p-RoPE")
     return settings | {
         "rope_type": "longrope",
         ORIGINAL: original,

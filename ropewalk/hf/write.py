@@ -60,7 +60,7 @@ def export(
     scales = scales_of(net.encodings)
     scale = scales[0] if scale is None else scale
     if scale not in scales:
-        raise ValueError(f"scale={scale:g} is none of the encoding's, {scales}: see pe.scale")
+        raise ValueError(f"scale={scale:g} is not one of the encoding's scales, {scales}: see pe.scale")
     # A model of transformers has one scale: the active one goes into its settings.
     model = _model(net, at_scale(net.encodings, scale, net.train_len), description["original_len"])
     name = type(model).__name__
@@ -127,9 +127,9 @@ def _versions(values: dict[str, Any]) -> str:
         full, sliding = (values["rope_parameters"][kind] for kind in (rope.FULL, rope.SLIDING))
         plain = {"rope_type": "default", "rope_theta": full["rope_theta"]}
         if (len(kinds) > 1 and sliding != plain) or (kinds == {rope.SLIDING} and sliding["rope_type"] != "default"):
-            return "Transformers before 5 rotates layers with a window otherwise: read it with a newer version."
+            return "Transformers before 5 rotates layers with a window differently: use a newer version."
     elif len(kinds) > 1 and PERIOD not in values:
-        return "Transformers before 4.53 ignores layer_types: read it with a newer version."
+        return "Transformers before 4.53 ignores layer_types: use a newer version."
     return ""
 
 

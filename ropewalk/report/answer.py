@@ -167,7 +167,7 @@ def how_sure(last: pd.DataFrame, others: Sequence[str]) -> str:
     elif last.seeds.max() == 1:
         sentence = f"± is the 95 % interval over {texts} of one training seed: another training may differ by more"
     if others:
-        sentence += f"; with other settings, shorter texts or no finite loss, and so not compared: {listed(others)}"
+        sentence += f"; not compared (other settings, shorter texts or no finite loss): {listed(others)}"
     return f"{sentence}."
 
 

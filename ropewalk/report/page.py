@@ -122,7 +122,7 @@ def costs(rows: pd.DataFrame) -> Grid:
     columns = {"differs in": trained.settings, "runs": trained.run}
     for name, heading in COSTS.items():
         columns[heading] = trained[name].map("{:,.0f}".format, na_action="ignore")
-    return _grid("In what the lines differ, costs, and the runs of each", trained.reset_index(), columns)
+    return _grid("How the lines differ, their costs and runs", trained.reset_index(), columns)
 
 
 def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
@@ -157,7 +157,7 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
     settings = ", ".join(f"{key.replace('_', ' ')} {str(value).strip('[]')}" for key, value in ordered)
     titles = {"value": f"{first.quantity}, {first.unit}"}
     if first.quantity == "error":
-        learned = f"medians and ranges over the seeds that learned it, with at most {LEARNED:g} %"
+        learned = f"medians and ranges over the seeds that learned it (at most {LEARNED:g} %)"
         titles = {"value": f"{first.unit}; {learned}"}
     elif first.measure == "lengths":
         references = " or ".join(sorted(set(rows.reference) - {""}))
@@ -269,7 +269,7 @@ def plain(cells: pd.DataFrame) -> str:
         shown -= 1
         text = cells.iloc[:, :shown].to_string()
     left_out = cells.columns[shown:]
-    return f"{text}\nbeyond this terminal: {', '.join(left_out)}" if len(left_out) else text
+    return f"{text}\nnot shown, for lack of width: {', '.join(left_out)}" if len(left_out) else text
 
 
 def write_beside(run: Path) -> Path:

@@ -112,7 +112,7 @@ def gain(
     compared_with = rows.reference if column == "lead" else rows.base[rows.base.str.startswith(START)]
     cut = " or ".join(map("{:,.0f}".format, sorted(rows.cut.unique())))
     whose = "".join(f"{line} on " for line in compared_with.unique() if line)
-    note = "below 0 cut the text; bars: 95 % interval, dots: seeds; dashed: read otherwise than trained"
+    note = "below 0 cut the text; bars: 95 % interval, dots: seeds; dashed: not read as trained"
     ax = dressed(ax)
     titled(ax, f"Gain over {whose}the text cut to {cut} tokens", note)
     ax.set_ylabel(rows.unit.iloc[0])
@@ -207,7 +207,7 @@ def curves(
     ax.set_ylabel(y.replace("_", " "))
     ax.set_xlim(0, rows.x.max())
     ax.xaxis.set_major_locator(ticker.MaxNLocator(4))
-    ax.set_xlabel("tokens of training")
+    ax.set_xlabel("training tokens")
     # The first validations are far above all that matters, and of many lines so is what diverged.
     late = rows[rows.x >= rows.x.max() / 4]
     limits = _limits(late, (rows.y.min(), rows.y.min() + FLOOR), (-math.inf, late.groupby("line").y.max().median()))
@@ -287,7 +287,7 @@ def dressed(ax: Axes | None) -> Axes:
     if ax is None:
         _, ax = plt.subplots(figsize=SIZE, layout="constrained")
     if not isinstance(ax, Axes):
-        raise ValueError(f"ax={ax!r} is no Axes of matplotlib: leave it out for a figure of its own")
+        raise ValueError(f"ax={ax!r} is not an Axes of matplotlib: leave it out to get a new figure")
     ax.spines[["left", "right", "top"]].set_visible(False)
     for axis in (ax.xaxis, ax.yaxis):
         axis.label.set(color=LIGHT.muted, fontsize=WORDS)

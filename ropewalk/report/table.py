@@ -90,8 +90,8 @@ def by_length(table: pd.DataFrame, quantity: str = "loss") -> pd.DataFrame:
     sections = rows.section.unique()
     if len(sections) > 1:
         raise ValueError(
-            f"the runs are of {len(sections)} sections, and one at a time can be shown: choose them with only=, or with"
-            f" frame[frame.section == {sections[0]!r}]; there is {'; '.join(sections)}"
+            f"the runs are of {len(sections)} sections, of which one can be shown: choose it with only=, or with"
+            f" frame[frame.section == {sections[0]!r}]; there are: {'; '.join(sections)}"
         )
     if rows.empty:
         return rows

@@ -113,7 +113,7 @@ class RunDir:
         try:
             tempfile.TemporaryDirectory(dir=place).cleanup()
         except OSError as error:
-            problem = f"no directory can be made in {place} ({error.strerror})"
+            problem = f"cannot create a directory in {place} ({error.strerror})"
             raise ConfigError(f"runs_dir={self.cfg.runs_dir}: {problem}") from None
 
     @contextlib.contextmanager
@@ -234,7 +234,7 @@ def lock(run: Path) -> Iterator[None]:
         held = FileLock(file, timeout=PATIENCE).acquire()
     except Timeout:
         remedy = f"wait for it, or choose another name=...; if there is none, delete {file}"
-        raise ConfigError(f"another process works on {run}: {remedy}") from None
+        raise ConfigError(f"another process is working on {run}: {remedy}") from None
     with held:
         # Nobody else may write here, so what lies here half written is of a process that was killed.
         for leftover in [*path.glob(".*.tmp"), *path.glob("evals/.*.tmp")]:
@@ -307,7 +307,7 @@ def read_training(run: Path) -> dict[str, Any]:
     Raises ConfigError: it is damaged.
     """
     path = run / "training.json"
-    with naming_damage(path, "delete it, and the same command of train.py writes it again"):
+    with naming_damage(path, "delete it; the same train.py command writes it again"):
         return unsealed(read_json(path))
 
 

@@ -161,9 +161,9 @@ def _newest(folder: Path, expected: dict[str, Tensor], only: int | None) -> int 
             return step
         except Exception as error:  # a damaged file fails in many ways
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            print(printable(f"{path} is damaged ({reason}): looking for one before"), file=sys.stderr)
+            print(printable(f"{path} is damaged ({reason}): trying the one before"), file=sys.stderr)
     if steps:
-        remedy = "restore one, or delete the run and train anew"
+        remedy = "restore one, or delete the run and train again"
         raise ValueError(f"no checkpoint in {folder} can be read: {remedy}")
     return None
 

@@ -79,9 +79,9 @@ def test_whoever_waits_says_for_what_and_not_for_ever(tmp_path, monkeypatch, cap
     monkeypatch.setattr(files, "PATIENCE", 0)
     monkeypatch.setattr(files, "LONGEST", 0)
     held = tmp_path / ".a.lock"
-    with FileLock(held), pytest.raises(ValueError, match=r"\.a\.lock has been held .*: if no process fills .* delete"):
+    with FileLock(held), pytest.raises(ValueError, match=r"\.a\.lock has been held .*: if no process .* delete"):
         fill(tmp_path / "a")
-    assert f"waits for another process that fills {tmp_path / 'a'}" in capsys.readouterr().err
+    assert f"waiting for another process that is writing {tmp_path / 'a'}" in capsys.readouterr().err
 
 
 SIMPLE = st.none() | st.integers() | st.floats() | st.text()

@@ -150,7 +150,7 @@ def test_a_damaged_file_is_refused(intact, name, damage):
     content = path.read_bytes()
     path.write_bytes(DAMAGES[damage](content))
 
-    with pytest.raises(ValueError, match=rf"{path.parent} is damaged .*{name}.*Delete the folder"):
+    with pytest.raises(ValueError, match=rf"{path.parent} is damaged .*{name}.*delete the folder"):
         prepared(None, intact.cache_dir, files=intact.files)
 
     path.write_bytes(content)
@@ -176,7 +176,7 @@ def test_documents_that_change_while_they_are_read_are_refused(corpus, tmp_path,
 
     growing = Source(documents, whole.fingerprint)
 
-    with pytest.raises(ValueError, match="the documents changed while they were read: try again"):
+    with pytest.raises(ValueError, match="the documents changed while being read: try again"):
         write(growing, made, prefix=tmp_path / "cache" / "text", val_fraction=0.3)
 
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
@@ -212,5 +212,5 @@ def test_preparing_that_was_killed_is_done_again_once_by_two_processes(corpus, s
 def test_each_split_needs_a_document(tmp_path):
     (tmp_path / "0.txt").write_text("one")
 
-    with pytest.raises(ValueError, match=r"1 documents for val, 0 documents for train.*lower data\.document_bytes"):
+    with pytest.raises(ValueError, match=r"1 documents for validation and 0 for training.*lower data\.document_bytes"):
         prepared(tmp_path, tmp_path / "cache", document_bytes=10**20)

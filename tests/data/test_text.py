@@ -124,10 +124,10 @@ def test_which_files_a_pattern_matches_and_how_they_are_named(tmp_path, monkeypa
 
 
 NO_MATCH = [
-    ("*.text", r"data\.files=\*\.text matches no file \(seen from .*corpus\)"),
+    ("*.text", r"data\.files=\*\.text matches no file \(relative to .*corpus\)"),
     (".", r"data\.files=\. matches .*data\.files='FOLDER/\*\*/\*'"),
     ("part0", r"data\.files=part0 matches .*data\.files='FOLDER/\*\*/\*'"),
-    ("b[1].txt", r"data\.files=b\[1\]\.txt matches no file .*\[\[\] stands for a bracket"),
+    ("b[1].txt", r"data\.files=b\[1\]\.txt matches no file .*\[\[\] matches a bracket"),
 ]
 
 
@@ -220,10 +220,10 @@ def test_files_may_differ_in_their_other_columns(tmp_path, kind):
 
 DAMAGED = {
     "a.json": (b'{"text": 5}', "int in row 1, not text"),
-    "b.json": (b'{"text": "a"}\n["b"]', "row 2 is no object"),
+    "b.json": (b'{"text": "a"}\n["b"]', "row 2 is not an object"),
     "c.json": (b'{"text": "a"}\n{"text": ', "Expecting value"),
-    "d.json": (b'{"body": "a"}', "no column of text: there is body"),
-    "e.csv": (b"id;text\n1;a\n", "no column of text: there is id;text"),
+    "d.json": (b'{"body": "a"}', "not a column of text; the columns are: body"),
+    "e.csv": (b"id;text\n1;a\n", "not a column of text; the columns are: id;text"),
     "f.csv": (b'text\n"a\nb', "unexpected end of data"),
     "g.parquet": (b"PAR1", "cannot be read"),
     "h.arrow": (b"x", "cannot be read"),
@@ -247,7 +247,7 @@ def test_code_is_the_source_of_the_standard_library_without_its_tests():
     assert not {"test", "encodings"} & {name.partition("/")[0] for name in names}
 
 
-NO_TEXT = r"no column of text: there is text \(string\), number \(int64\)"
+NO_TEXT = r"not a column of text; the columns are: text \(string\), number \(int64\)"
 
 
 BAD_OPTIONS = [
@@ -256,12 +256,12 @@ BAD_OPTIONS = [
     ("StdlibCode", {"val_fraction": 1.0}, r"data\.val_fraction=1\.0: it should be less than 1"),
     ("HuggingFace", {"path": None}, r"data\.path=None: it should be a valid string"),
     ("HuggingFace", {"path": "json"}, r"data\.path=json: .*string\.parquet cannot be read"),
-    ("HuggingFace", {"path": "text"}, r"data\.path=text would drop line ends: data=text data\.files="),
+    ("HuggingFace", {"path": "text"}, r"data\.path=text would drop line ends: for plain text use data=text"),
     ("HuggingFace", {"text_field": "txt"}, rf"data\.text_field=txt is {NO_TEXT}"),
     ("HuggingFace", {"text_field": "number"}, rf"data\.text_field=number is {NO_TEXT}"),
     ("HuggingFace", {"split": "dev"}, r"data\.split=dev is for a dataset on the hub"),
     ("HuggingFace", {"subset": "en"}, r"data\.subset=en is for a dataset on the hub"),
-    ("HuggingFace", {"data_files": None}, r"data\.path=parquet reads local files: name them by data\.data_files"),
+    ("HuggingFace", {"data_files": None}, r"data\.path=parquet reads local files: name them with data\.data_files"),
     ("HuggingFace", {"data_files": "no.parquet"}, r"data\.data_files=no\.parquet matches no file"),
 ]
 

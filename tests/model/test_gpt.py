@@ -245,7 +245,7 @@ REFUSED = [
     ([], {}, "prompt is empty"),
     ([50], {}, "token id 50 is outside the vocabulary 0..49"),
     ([-1], {}, "token id -1"),
-    ([1], {"max_new_tokens": 32}, "a text of 33 tokens is beyond the 32 positions of Learned"),
+    ([1], {"max_new_tokens": 32}, "a text of 33 tokens exceeds the 32 positions of Learned"),
 ]
 
 

@@ -10,7 +10,7 @@ from model.position.network import family_of
     ("name", "options", "message"),
     [
         ("nope", {"window": 0}, r"pe\.window=0: it should be greater than or equal to 1"),
-        ("nope", {"base": 3.0}, r"pe\.base: there is no such key; there is: .*window"),
+        ("nope", {"base": 3.0}, r"pe\.base: no such key; available: .*window"),
         ("rope", {"base": 1.0}, r"pe\.base=1\.0: it should be greater than 1"),
         ("rope", {"layout": "halves"}, r"pe\.layout='halves': it should be 'half' or 'interleaved'"),
         ("rope", {"base": "10000"}, r"pe\.base='10000': it should be a valid number"),
@@ -32,7 +32,7 @@ from model.position.network import family_of
         ("rerope", {"near_window": 0}, r"pe\.near_window=0"),
         ("self_extend", {"scale": 0.5}, r"pe\.scale=0\.5"),
         ("dca", {"original_len": 1}, r"pe\.original_len=1"),
-        ("rerope", {"values": True}, "a value has one angle"),
+        ("rerope", {"values": True}, "each value has one angle"),
         ("cope_rope", {"gates": "values", "values": True}, "absolute positions"),
         ("cope", {"npos_max": 0}, r"pe\.npos_max=0"),
         ("string", {"near_window": 4, "local": 5}, r"pe\.local=5 must be at most pe\.near_window=4"),

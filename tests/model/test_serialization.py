@@ -52,4 +52,4 @@ def test_an_original_length_without_a_checksum_is_not_believed_without_a_word(fo
     path.write_text(json.dumps(described | {"original_len": 49}))
 
     assert serialization.describe(folder)["original_len"] == 49
-    assert "has no checksum, as of an older version: its original_len=49 is believed" in capsys.readouterr().out
+    assert "is of an older version, without a checksum: its original_len=49 is trusted" in capsys.readouterr().out

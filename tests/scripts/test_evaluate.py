@@ -100,7 +100,7 @@ MISTAKES = {
     "measures=[far_copies] eval.lengths=[1]": "far_copies",
     "data=text": "train.py init_from=RUN trainer.max_steps=0 data=",
     "data.files=*.txt": "train.py init_from=RUN trainer.max_steps=0 data=",
-    "model=tiny": "model: there is no such key",
+    "model=tiny": "model: no such key",
     "run=none": "none is not a run directory",
     "device=cuda": "accelerator cuda is not available here",
 }

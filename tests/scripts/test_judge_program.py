@@ -26,7 +26,7 @@ def test_a_try_ends_with_one_line_and_a_file_and_repeated_it_is_the_same_try(jud
     said = judge("pe=alibi")
     line = said.out.splitlines()[-1]
 
-    about = "intervals for 1; about four of five such tries find with 3 seeds a lead of "
+    about = "intervals for 1; about four of five tries would find, with 3 seeds a lead of "
     assert f"; bits per byte; try 1 of {train.runs}: {about}" in line
 
     (file,) = (train.runs / "verdicts").glob("*.json")

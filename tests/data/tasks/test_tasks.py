@@ -222,7 +222,7 @@ def test_samples_can_be_written_as_text_and_the_options_are_recorded(name):
 
     assert task.encode(task.decode(ids)) == ids
 
-    with pytest.raises(ValueError, match="'xyz' is not a symbol of this data; there is: "):
+    with pytest.raises(ValueError, match="'xyz' is not a symbol of this data; its symbols are: "):
         task.encode("xyz")
 
     identity = task.identity()

@@ -117,7 +117,7 @@ def test_gates_made_of_the_values_are_refused():
 def test_the_docs_name_every_encoding_and_show_every_picture():
     positions = (DOCS / "positions.md").read_text()
     explanation = (DOCS / "from_angles_to_context.md").read_text()
-    shown = set(re.findall(r'src="pictures/([\w-]+)\.svg"', positions + explanation))
+    shown = set(re.findall(r"pictures/([\w-]+)\.svg", positions + explanation))
     named = set(re.findall(r"`(\w+)`", positions))
     assert shown == {path.stem for path in (DOCS / "pictures").iterdir()}
     assert (shown & named).issuperset([*ENCODINGS, *PRESETS])

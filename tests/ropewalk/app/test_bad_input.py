@@ -87,7 +87,7 @@ CASES = [
     ("init_optimizer=true", "init_from=RUN"),
     ("~pe", "pe=NAME"),
     ("pe={}", "pe={} changes nothing"),
-    ("runs_dir=/proc/no/runs", "runs_dir=/proc/no/runs: no directory can be made in /proc"),
+    ("runs_dir=/proc/no/runs", "runs_dir=/proc/no/runs: cannot create a directory in /proc"),
     ("runs/rope-code", "KEY=VALUE"),
     ("pe=[rope,yarn]", "-m pe=rope,yarn"),
     ("--config-name=evil", "--config-name=evil: there is no such option"),
@@ -206,4 +206,4 @@ def test_a_misspelt_key_is_answered_without_importing_pytorch(program):
     command = [sys.executable, "-c", WITHOUT_PYTORCH.format(program)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "keyz: there is no such key" in done.stderr
+    assert "keyz: no such key" in done.stderr

@@ -13,7 +13,7 @@ from ropewalk.app.side_by_side import RESULT, places_of, run_all
 SAYS = "import os; os.write(int(os.environ['ROPEWALK_RESULT']), os.environ.get('CUDA_VISIBLE_DEVICES', '-').encode())"
 ENDS = {
     "says": SAYS,
-    "mistaken": "import sys; sys.exit('error: pe=yarm: there is no such option')",
+    "mistaken": "import sys; sys.exit('error: pe=yarm: no such option')",
     "broken": "1 / 0",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     "stopped": "raise SystemExit(75)",
@@ -30,7 +30,7 @@ def test_each_end_is_told(tmp_path, capsys):
 
     assert problems == {
         "says": "",
-        "mistaken": "failed: pe=yarm: there is no such option",
+        "mistaken": "failed: pe=yarm: no such option",
         "broken": "failed: ZeroDivisionError: division by zero",
         "killed": "killed, perhaps for lack of memory",
         "stopped": "stopped by a signal, after a checkpoint",
@@ -100,6 +100,6 @@ def test_a_signal_stops_all_after_a_checkpoint(tmp_path, capsys, name, code):
     assert [path.exists() for path in begun] == [True, True, False]
     assert (tmp_path / "logs" / "a.txt").read_text() == "a checkpoint\n"
     said = capsys.readouterr().out
-    assert f"{name}: waits for 2 to write a checkpoint" in said
-    assert f"{name}: stopped, 0 of 3 had ended; the same command goes on" in said
+    assert f"{name}: waiting for 2 to write a checkpoint" in said
+    assert f"{name}: stopped, 0 of 3 had ended; rerun the same command to resume" in said
     assert RESULT not in os.environ

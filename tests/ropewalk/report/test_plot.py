@@ -230,7 +230,7 @@ def test_curves_are_means_over_the_seeds_and_end_on_the_axis():
         ("DataFrame has no columns gain, line;", lambda table: plot.errors(table.drop(columns=["line", "gain"]))),
         ("has no columns label, tokens; .*ropewalk.curves", lambda table: plot.curves(table)),
         ("over='x'", lambda table: plot.gain(table, over="x")),
-        ("ax=5 is no Axes", lambda table: plot.gain(table, ax=5)),
+        ("ax=5 is not an Axes", lambda table: plot.gain(table, ax=5)),
     ],
 )
 def test_mistakes_name_what_there_is(table, message, mistake):

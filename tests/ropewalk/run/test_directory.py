@@ -52,7 +52,7 @@ def test_one_lock_for_all_that_write_into_a_run(make, run, tmp_path, monkeypatch
     link.symlink_to(run.path)
     with run.lock():
         for other in (make().lock(), lock(link)):
-            with pytest.raises(ValueError, match="another process works on"):
+            with pytest.raises(ValueError, match="another process is working on"):
                 other.__enter__()
 
     with pytest.raises(ValueError, match=r"seed: 0 in \S+/config\.yaml, 1 on this command line"):
@@ -130,7 +130,7 @@ def test_a_run_of_an_older_version_is_resumed(make, run):
     assert read_config(run.path) == run.cfg.model_dump()
 
     edit(config, "data", lengths={0: 1.0})
-    with pytest.raises(ValueError, match=r"data\.lengths=.* is gone"):
+    with pytest.raises(ValueError, match=r"data\.lengths=.* is no longer supported"):
         read_config(run.path)
 
 
