@@ -80,9 +80,7 @@ def markdown(rows: Sequence[Row], figure: str, counted: Counted | None = None) -
         table.insert(0, dict.fromkeys(table[0], "") | of_counter)
     parts = ["No entry has been judged yet."]
     if rows:
-        records = [f"1. {line(row)}" for row in rows if row.is_record]
-        picture = f"![Score of each entry]({figure})"
-        parts = ["\n".join(lines_of(table)), picture, "## Records", "\n".join(records)]
+        parts = ["\n".join(lines_of(table)), f"![Score of each entry]({figure})"]
     return "\n\n".join([HEAD.rstrip(), *parts, ENTER])
 
 
