@@ -79,6 +79,7 @@ SHORTER = {
     r"> <": "><",
     r"(?<=\d) L (?=[^CQ\"]*\")": " ",  # a line goes on: no letter is needed where there are no curves
     r"<g/>": "",
+    r"; (?=[^<>]*>)": ";",
     r"\s*$": "\n",
 }
 
