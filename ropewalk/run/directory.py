@@ -299,7 +299,7 @@ def read_environment(run: Path) -> Environment:
 
 
 def read_training(run: Path) -> dict[str, Any]:
-    """Read training.json of a complete run: what `train.complete` and `ropewalk.training.rows.record` put there.
+    """Read training.json of a complete run: what `train.finish` and `ropewalk.training.rows.record` put there.
 
     Its keys include "steps", "tokens", "seconds", "tokens_per_s", and "validation", which is what
     `Evaluator.validate` returned.
