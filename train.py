@@ -67,11 +67,11 @@ def train(cfg: Config) -> None:
         if run.complete and is_measured(run.path, cfg):
             print(f"{run.path} is already trained and evaluated with these settings")
         else:
-            complete(run, fabric, hardware)
+            finish(run, fabric, hardware)
         page.show_results(run)
 
 
-def complete(run: RunDir, fabric: "Fabric", hardware: Hardware) -> None:
+def finish(run: RunDir, fabric: "Fabric", hardware: Hardware) -> None:
     """Train and evaluate what is still missing of a run."""
     cfg = run.cfg
     # The vocabularies are compared before tokenising, which may take hours.
@@ -96,7 +96,7 @@ def complete(run: RunDir, fabric: "Fabric", hardware: Hardware) -> None:
     hardware = training.hardware  # without kernels where a rank cannot use them
     net.init_weights(cfg.seed, assign)
 
-    rows.describe(cfg, net, data, hardware, size)
+    rows.print_summary(cfg, net, data, hardware, size)
     training.rehearse()
     logger = loggers.Tracker(run, size)
 
@@ -150,7 +150,7 @@ class Training:
         self.fabric = fabric
         self.cfg = cfg
         self.data = data
-        self.net = net
+        self.net = net  # training calls `ranks.model`, the same network as the strategy has wrapped it
         self.ranks = Ranks(fabric, net, cfg, hardware)
         self.optimizer = make_optimizer(net, cfg.optim)
         self.schedule = Schedule(cfg, net)

@@ -123,12 +123,6 @@ def _checksum(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def append(path: Path, text: str) -> None:
-    """Add text to the end of a file. Raises OSError, which on a full disk does not name the file."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
-
-
 def refuse_link(path: Path) -> Path:
     """Return `path`, which need not exist, if it is a plain file or a folder.
 

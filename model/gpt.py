@@ -230,16 +230,16 @@ class GPT(nn.Module):
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
         # A compiler fuses what follows the logits by itself.
-        in_one_piece = self._piece(hidden) >= hidden.size(1) or torch.compiler.is_compiling()
+        in_one_piece = self._piece_size(hidden) >= hidden.size(1) or torch.compiler.is_compiling()
         if in_one_piece or not (torch.is_grad_enabled() and self.head.weight.requires_grad):
             return torch.stack(self.in_pieces(nats, hidden, targets)).sum() / n_targets
 
         # Autograd would hold three tensors of the size of all logits. So the gradients of a piece are computed at once,
         # and its logits are dropped. Checkpointing would compute the products with the head twice.
         weight = exactly(self.head.weight.detach()).requires_grad_()  # sums up gradients in fp32, also of bf16 weights
-        pieces = [piece.requires_grad_() for piece in hidden.detach().split(self._piece(hidden), dim=1)]
+        pieces = [piece.requires_grad_() for piece in hidden.detach().split(self._piece_size(hidden), dim=1)]
         total = torch.zeros((), device=hidden.device)
-        for piece, piece_targets in zip(pieces, targets.split(self._piece(hidden), dim=1), strict=True):
+        for piece, piece_targets in zip(pieces, targets.split(self._piece_size(hidden), dim=1), strict=True):
             piece_nats = nats(self._logits(piece, weight.to(self.head.weight.dtype)), piece_targets)
             piece_nats.backward()
             total = total + piece_nats.detach()
@@ -259,11 +259,11 @@ class GPT(nn.Module):
             targets: [B, T].
         """
         # Logits are the largest tensor of a small network. In pieces they never exist all at once.
-        size = hidden.size(1) if torch.is_grad_enabled() else self._piece(hidden)
+        size = hidden.size(1) if torch.is_grad_enabled() else self._piece_size(hidden)
         pieces = zip(hidden.split(size, dim=1), targets.split(size, dim=1), strict=True)
         return [function(self._logits(x, self.head.weight), wanted) for x, wanted in pieces]
 
-    def _piece(self, hidden: Tensor) -> int:
+    def _piece_size(self, hidden: Tensor) -> int:
         """The positions of a piece of `hidden` [B, T, C] with at most MAX_LOGITS logits, or one."""
         return max(1, MAX_LOGITS // (hidden.size(0) * self.head.out_features))
 

@@ -1,7 +1,8 @@
 """How texts lie in a batch: one in each row, or packed. `lab` and the ranks of a run bring layouts of their own.
 
-A layout makes, for each encoding, the context that its layers attend with. A context has the methods `attend` and
-`earlier` of `model.attention.Context`, so the network asks nobody what a batch is.
+From a run to its layers there are three steps. A run has one `Packing`. It makes a `Layout` of the token ids of each
+batch. A layout makes, for each encoding, the context that its layers attend with. All contexts have the methods
+`attend` and `earlier` of `model.attention.Context`, so the network asks nobody what a batch is.
 """
 
 from collections.abc import Hashable, Iterable

@@ -86,6 +86,14 @@ def describe(folder: str | Path) -> dict[str, Any]:
     return description
 
 
+def network(description: Mapping[str, Any], pe: Mapping[str, Any] | None = None) -> GPT:
+    """Return the network that model.json describes, with initial weights; `pe`: an encoding instead of its own."""
+    return GPT(
+        parse(GPTConfig, description["model"]), pe or description["pe"], vocab_size=description["vocab_size"],
+        train_len=description["train_len"],
+    )  # fmt: skip
+
+
 def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
     """Return the model in `folder`, in evaluation mode.
 
@@ -99,10 +107,7 @@ def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
     weights = read_weights(folder, description)
     # On "meta" the network takes no memory and draws no initial weights; then the tensors of the file become its own.
     with torch.device("meta"):
-        net = GPT(
-            parse(GPTConfig, description["model"]), pe or description["pe"], vocab_size=description["vocab_size"],
-            train_len=description["train_len"],
-        )  # fmt: skip
+        net = network(description, pe)
     wrong = mismatched_tensors(net, weights)
     if wrong:
         raise ValueError(f"the weights in {folder} do not fit: {', '.join(wrong[:5])} differ in name or shape")

@@ -8,6 +8,7 @@ from typing import Any
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
@@ -59,7 +60,5 @@ def quoted(text: str) -> str:
     environment, which would then be in files that the user sends on.
     """
     # A backslash before ${ escapes it, and one before that stands for itself.
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
-    # Hydra reads \' as a quote. So backslashes before a quote, also before the last one, are doubled, and no others.
-    doubled = re.sub(r"(\\+)(?='|\Z)", r"\1\1", text)
-    return "'" + doubled.replace("'", r"\'") + "'"
+    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    return QuotedString(escaped, Quote.single).with_quotes()

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from conf.errors import ConfigError
 from conf.files import read_json
-from conf.schema import GPTConfig, parse
 from data.base import Data, build_data
 from data.text import TextData
 from model import serialization
@@ -34,11 +33,7 @@ class Trained(NamedTuple):
         """
         if self.step is None:
             return serialization.load(self.run, pe=pe)
-        like = self.description
-        net = GPT(
-            parse(GPTConfig, like["model"]), pe or like["pe"], vocab_size=like["vocab_size"],
-            train_len=like["train_len"],
-        )  # fmt: skip
+        net = serialization.network(self.description, pe)
         checkpoints.resume(self.run / "checkpoints", net, None, only=self.step)
         return net.eval()
 

@@ -58,11 +58,11 @@ def places_of(trainer: Mapping[str, Any], n_jobs: int | None = None) -> list[Pla
     if trainer.get("strategy") in ("ddp", "fsdp") or trainer.get("devices", 1) != 1:
         return [{}]
     device = device_of(trainer.get("accelerator", "auto"))
-    places = {"cuda": _gpus, "cpu": _cores}.get(device, lambda: [{}])()
-    n = n_jobs or len(places)
-    if device == "cpu" and n > 1:
-        return [{"OMP_NUM_THREADS": "1"}] * n
-    return [places[i % len(places)] for i in range(n)]
+    if device == "cpu":
+        n = n_jobs or _cores()
+        return [{"OMP_NUM_THREADS": "1"}] * n if n > 1 else [{}]
+    gpus = _gpus() if device == "cuda" else [{}]
+    return [gpus[i % len(gpus)] for i in range(n_jobs or len(gpus))]
 
 
 def _gpus() -> list[Place]:
@@ -73,12 +73,13 @@ def _gpus() -> list[Place]:
     return [{"CUDA_VISIBLE_DEVICES": name} for name in names]
 
 
-def _cores() -> list[Place]:
+def _cores() -> int:
+    """How many processes the cores and the memory of this machine have room for, at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # "max" means no limit of this container
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return [{}] * max(1, min(cores, memory // 2**31))  # 2 GiB for a process: more than a small network takes
+    return max(1, min(cores, memory // 2**31))  # 2 GiB for a process: more than a small network takes
 
 
 def run_all(commands: Mapping[str, Sequence[str]], places: Sequence[Place], logs: Path) -> dict[str, Ended]:

@@ -132,9 +132,9 @@ class Evaluator:
             error: percent of the tokens; None for text.
             tokens, length: of the windows.
         """
-        part = self.data.validation(self.cfg.train_len, self.cfg.trainer.val_tokens)
+        texts = self.data.validation(self.cfg.train_len, self.cfg.trainer.val_tokens)
         with evaluating(self.net):
-            sums = self._scorer()(part)
+            sums = self._scorer()(texts)
         tokens = int(sums.tokens.sum())
         size = int(sums.bytes.sum())
         bits = float(sums.nats[:, 0].sum()) / math.log(2)  # group 0 holds the tokens that have bytes
@@ -143,7 +143,7 @@ class Evaluator:
             "bits_per_byte": bits / size if size else None,
             "error": 100 * int(sums.errors.sum()) / tokens if self.data.task else None,
             "tokens": tokens,
-            "length": part.length,
+            "length": texts.length,
         }
 
     @cached_property
@@ -186,17 +186,15 @@ class Evaluator:
     def _likeliest(self, x: Tensor) -> Tensor:
         """The likeliest token after each of the first text of `x` int64 [1, T]: int64 [T]."""
         layout = self.packing(x)
-        self.net.eval()
         with evaluating(self.net), self.hardware.autocast():
             hidden = layout.whole(self.net.hidden_states(x.to(self.hardware.device), layout))[:, : x.size(1)]
             pieces = self.net.in_pieces(lambda logits, _: logits.argmax(-1), hidden, hidden)
-        self.net.train()
         return torch.cat(pieces, dim=1)[0].cpu()
 
     def tokens(self) -> int:
         """About how many tokens `measure` will read, to estimate its time."""
-        lengths, *_ = self.planned
-        of_variant = self.cfg.eval.sequences * sum(part.length for part in lengths.parts)
+        of_lengths, *_ = self.planned  # `meaningful` has that measure first, whatever else is asked for
+        of_variant = self.cfg.eval.sequences * sum(part.length for part in of_lengths.parts)
         return of_variant * len(self._variants())
 
     def rehearse(self) -> None:
@@ -290,7 +288,11 @@ class Evaluator:
         return Scorer(self.net, encodings, self.packing, self.data.token_bytes, self.hardware.autocast, limit)
 
     def _variants(self) -> Variants:
-        """The network's encodings at each of their scales, then those of `eval.variants`, each at its largest."""
+        """The network's encodings at each of their scales, then those of `eval.variants`, each at its largest.
+
+        The network's own scale is that of its configuration. That of a variant was chosen for the longest text, unless
+        the user gave it: see `ropewalk.app.resolve.variants`.
+        """
         cfg = self.cfg
         own = self.net.encodings
         wanted: list[tuple[Any, float, Encodings]] = [(cfg.pe, scale, own) for scale in scales_of(own)]

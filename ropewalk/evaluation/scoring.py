@@ -26,7 +26,7 @@ Autocast = Callable[[], AbstractContextManager]
 def token_losses(
     net: GPT, x: Tensor, y: Tensor, *, packing: Packing, encodings: Encodings | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the loss of each target, and whether it is wrong.
+    """Compute the loss of each target, and whether it is wrong. The network is in evaluation mode (`evaluating`).
 
     Args:
         x: token ids, int64 [B, T]; best on the CPU, so that the device is never waited for.
@@ -45,14 +45,12 @@ def token_losses(
         wrong = (logits.argmax(-1) != targets) & (targets != IGNORE_INDEX)
         return losses.view_as(targets), wrong
 
-    was_training = net.training
     (columns,) = (y != IGNORE_INDEX).any(0).nonzero(as_tuple=True)
     layout = packing(x)
     device = net.embedding.weight.device
     x, y, columns = (t.to(device, non_blocking=True) for t in (x, y, columns))
     losses = torch.zeros_like(y, dtype=torch.float32)
     wrong = torch.zeros_like(y, dtype=torch.bool)
-    net.eval()
     # Only scored columns get logits, a bounded number at a time: with a large vocabulary, those of a batch of long
     # texts would fill the memory, and often only the last tokens count.
     hidden = net.hidden_states(x, layout, encodings=encodings)
@@ -60,7 +58,6 @@ def token_losses(
     pieces = net.in_pieces(score, hidden[:, columns], y[:, columns])
     losses[:, columns] = torch.cat([piece[0] for piece in pieces], dim=1)
     wrong[:, columns] = torch.cat([piece[1] for piece in pieces], dim=1)
-    net.train(was_training)
     return losses, wrong
 
 
@@ -113,17 +110,17 @@ class Scorer:
     # Losses of texts that several measures group in their own ways, by texts, length and first text of the batch.
     kept: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def __call__(self, part: EvalSet, groups: Tensor | None = None, n_groups: int = 2) -> Sums:
-        """Sum over the scored tokens of a set of texts.
+    def __call__(self, texts: EvalSet, groups: Tensor | None = None, n_groups: int = 2) -> Sums:
+        """Sum over the scored tokens of a set of `texts`.
 
         Args:
             groups: the group of each target, int64 [n, T]; -1: not scored. The losses are kept for other measures of
                 the same texts. None: tokens without bytes are in group 1, all others in group 0.
             n_groups: number of groups.
         """
-        n = part.n if self.limit is None else min(part.n, self.limit)
+        n = texts.n if self.limit is None else min(texts.n, self.limit)
         device = self.net.embedding.weight.device.type
-        batch_size = max(1, BATCH_TOKENS.get(device, 4096) // part.length)
+        batch_size = max(1, BATCH_TOKENS.get(device, 4096) // texts.length)
 
         # Each rank reads its share of the batches; the sums of all ranks are gathered at the end.
         sums: dict[int, Tensor] = {}
@@ -131,7 +128,7 @@ class Scorer:
             # None means that this rank has no batch left. It reads the first one too, and forgets it: ranks gather
             # sharded weights together, so none may skip a forward pass.
             first = 0 if start is None else start
-            of_batch = self._sums(part, first, min(n, first + batch_size), groups, n_groups)
+            of_batch = self._sums(texts, first, min(n, first + batch_size), groups, n_groups)
             if start is not None:
                 sums[first] = of_batch
         # The device is waited for only here, once for all batches.
@@ -146,15 +143,15 @@ class Scorer:
         # Bytes are a share of the text's where the tokenizer changes it, and so need not be whole.
         return Sums(nats, tokens.astype(np.int64), np.rint(in_bytes).astype(np.int64), errors.astype(np.int64))
 
-    def _sums(self, part: EvalSet, first: int, last: int, groups: Tensor | None, n_groups: int) -> Tensor:
+    def _sums(self, texts: EvalSet, first: int, last: int, groups: Tensor | None, n_groups: int) -> Tensor:
         """Return nats, tokens, bytes and errors of texts `first` to `last` - 1 by group, on the device: [4, B, G]."""
-        x, y = part.batch(first, last)
+        x, y = texts.batch(first, last)
         # The bytes of each target, 1 where bytes mean nothing; and its group.
         size = torch.ones_like(y) if self.token_bytes is None else self.token_bytes[y.clamp(min=0)]
         group = (size == 0).long() if groups is None else groups[first:last]
         scored = y.masked_fill(group < 0, IGNORE_INDEX)
         # Another grouping of these texts scores other targets: if the losses are kept, all must be computed.
-        key = (part.texts_hash, part.length, first) if part.texts_hash and groups is not None else None
+        key = (texts.texts_hash, texts.length, first) if texts.texts_hash and groups is not None else None
         losses, wrong = self._losses(x, y if key else scored, key)
         device = losses.device
         # Sums of many fp32 losses would lose digits that paired differences need; mps has no float64.

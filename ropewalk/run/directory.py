@@ -36,7 +36,6 @@ from pydantic import BaseModel
 from conf.errors import ConfigError, flatten
 from conf.files import (
     PATIENCE,
-    append,
     copy_files,
     read_json,
     read_yaml,
@@ -143,7 +142,8 @@ class RunDir:
     def append(self, row: dict[str, Any]) -> None:
         """Add a row to metrics.jsonl. Raises ConfigError: see `check_place`."""
         check_place(self.path, self.run_id)
-        append(self.metrics, json.dumps(sealed(row)) + "\n")
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(sealed(row)) + "\n")
 
     @rank_zero_only
     def sync(self) -> None:
@@ -299,7 +299,7 @@ def read_environment(run: Path) -> Environment:
 
 
 def read_training(run: Path) -> dict[str, Any]:
-    """Read training.json of a complete run: what `train.complete` and `ropewalk.training.rows.record` put there.
+    """Read training.json of a complete run: what `train.finish` and `ropewalk.training.rows.record` put there.
 
     Its keys include "steps", "tokens", "seconds", "tokens_per_s", and "validation", which is what
     `Evaluator.validate` returned.

@@ -105,9 +105,12 @@ def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
 def evaluating(net: GPT) -> Iterator[None]:
     """Allow `net.hidden_states` and `net.head` to be called on any network inside it, by all ranks alike.
 
-    What is compiled for training runs eagerly: an evaluation has so many lengths that compiling takes longer.
+    The network is in evaluation mode, without dropout, and afterwards in the mode that it was in. What is compiled for
+    training runs eagerly: an evaluation has so many lengths that compiling takes longer.
     """
     with ExitStack() as ending:
+        ending.callback(net.train, net.training)
+        net.eval()
         if any(block._compiled_call_impl is not None for block in net.blocks):
             ending.enter_context(torch.compiler.set_stance("force_eager"))
         if isinstance(net, FSDPModule):

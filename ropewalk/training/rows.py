@@ -69,7 +69,7 @@ def check_rows(run: RunDir, progress: Progress) -> None:
         raise ValueError(f"checkpoints or rows are missing: {problem}: {remedy}")
 
 
-def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, size: Mapping[str, Any]) -> None:
+def print_summary(cfg: Config, net: GPT, data: Data, hardware: Hardware, size: Mapping[str, Any]) -> None:
     """Print a summary of a run that is about to start.
 
     Args:
