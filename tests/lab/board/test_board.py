@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -174,6 +175,38 @@ def test_who_reads_the_future_is_refused_at_both_lengths(longer, training_only, 
 
     with pytest.raises(ConfigError, match=f"reads the future: {message}"):
         board.size_and_costs(cfg)
+
+
+DAMAGES = {
+    "a kind of chains": lambda measured: measured["possible"].pop(),
+    "a seed": lambda measured: measured["excess"][1].pop(),
+    "a number": lambda measured: measured["gain"][0].insert(3, "x"),
+}
+
+
+@pytest.mark.parametrize("missing", DAMAGES)
+@pytest.mark.parametrize(
+    ("file", "read"), [("2026-11-25-rope/verdict.json", board.verdicts), ("counter.json", counter.load)]
+)
+def test_a_file_with_odd_numbers_is_named(missing, file, read, tmp_path):
+    """It would end the page of all entries with words about arrays."""
+    values = json.loads(Path("board", file).read_text())
+    DAMAGES[missing](values["measured"])
+    copy = tmp_path / file
+    copy.parent.mkdir(exist_ok=True)
+    copy.write_text(json.dumps(values))
+
+    with pytest.raises(ConfigError, match=re.escape(f"{copy} is damaged")):
+        read(tmp_path)
+
+
+def test_a_verdict_has_a_number_for_each_of_its_seeds(tmp_path):
+    file = Path("board/2026-11-25-rope/verdict.json")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/verdict.json").write_text(file.read_text().replace('"seeds": [', '"seeds": [7,'))
+
+    with pytest.raises(ConfigError, match="a number for each of 21 seeds"):
+        board.verdicts(tmp_path)
 
 
 def test_the_page_of_this_repository_is_what_its_verdicts_make():

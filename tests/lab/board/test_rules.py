@@ -162,7 +162,8 @@ def test_a_later_entry_does_not_come_before_a_record_whatever_its_name():
 
 def test_the_bound_at_1x_is_that_of_student_s_one_sided_interval():
     excess = EXCESS + 0.01 * np.random.default_rng(0).standard_normal(FEW)
-    mine, rope = (Measured(gain=[], possible=[], excess=[list(values)] * 2) for values in (excess, [EXCESS] * MANY))
+    rope, mine = ([[EXCESS] * MANY] * 2, [excess.tolist()] * 2)
+    mine, rope = (Measured(gain=bits, possible=bits, excess=bits) for bits in (mine, rope))
     above, bound = rules.above_rope(mine, rope)
 
     of_seeds = stats.ttest_1samp(excess - EXCESS, 0)
