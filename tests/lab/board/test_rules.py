@@ -122,7 +122,7 @@ CHEATS = [
     ({"parameters": 1.05}, "1.05 times RoPE's parameters"),
     ({"cost": 2.4}, "a step takes 2.4 times RoPE's"),
     ({"lr": 0.005}, "learning rate 0.005: choose one of 0.00075, 0.0015"),
-    ({"seeds": [0, 1, 2, 3, 4]}, "its seeds are not those of commit"),
+    ({"seeds": [*range(MANY)]}, "its seeds are not those of commit"),
     ({"above": -EXCESS - 0.03}, "at 1x on chains that stay, 1x on chains that change"),
     ({"score": 635.0}, "at 8x on chains that stay, 8x on chains that change"),
     ({"reading": 29.8}, "reading texts of 8x takes 29.8 times RoPE's"),
