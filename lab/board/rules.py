@@ -46,8 +46,7 @@ class Measured(Section):
 
     @model_validator(mode="after")
     def _of_the_same_seeds(self) -> Self:
-        seeds = {len(of_kind) for bits in (self.gain, self.possible, self.excess) for of_kind in bits}
-        if len(seeds) > 1:
+        if len({len(of_kind) for of_kind in (*self.gain, *self.possible, *self.excess)}) > 1:
             raise ValueError("all numbers must be of the same seeds")
         return self
 
@@ -87,9 +86,9 @@ class Verdict(Section):
 
     @model_validator(mode="after")
     def _has_a_number_for_each_seed(self) -> Self:
-        for measured in filter(None, (self.measured, self.measured_of_holder)):
-            if len(measured.gain[0]) != len(self.seeds):
-                raise ValueError(f"there must be a number for each of {len(self.seeds)} seeds")
+        sides = filter(None, (self.measured, self.measured_of_holder))
+        if any(len(side.gain[0]) != len(self.seeds) for side in sides):
+            raise ValueError(f"there must be a number for each of {len(self.seeds)} seeds")
         return self
 
 
