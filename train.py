@@ -20,7 +20,7 @@ from torch import Tensor
 
 from conf.files import sealed, write_json
 from conf.schema import Config
-from data.base import IGNORE_INDEX, Data, build_data
+from data.base import IGNORE_INDEX, Data, build_data, check_tokens
 from data.sampler import micro_batches
 from model import serialization
 from model.gpt import GPT
@@ -96,8 +96,8 @@ def finish(run: RunDir, fabric: "Fabric", hardware: Hardware) -> None:
     hardware = training.hardware  # without kernels where a rank cannot use them
     net.init_weights(cfg.seed, assign)
 
-    rows.print_summary(cfg, net, data, hardware, size)
     training.rehearse()
+    rows.print_summary(cfg, net, data, hardware, size)
     logger = loggers.Tracker(run, size)
 
     with run.lock():
@@ -164,7 +164,7 @@ class Training:
     def rehearse(self) -> None:
         """Read a text of each kind that the run will need, so that an error comes now and not after hours."""
         for length in self.cfg.train_lengths:
-            self.data.train_batch([0], length, self.cfg.seed)
+            check_tokens(*self.data.train_batch([0], length, self.cfg.seed), self.net.vocab_size)
         self.data.validation(self.cfg.train_len, self.cfg.trainer.val_tokens).batch(0, 1)
         self.evaluator.rehearse()
 

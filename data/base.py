@@ -27,6 +27,17 @@ class EvalSet:
     text_start: int | None = None  # id of the token that each sequence begins with, whatever part of a text it is
 
 
+def check_tokens(x: Tensor, y: Tensor, vocab_size: int) -> None:
+    """Raise ValueError unless all inputs and targets are tokens of the vocabulary; a target may be IGNORE_INDEX.
+
+    The embedding may be padded beyond the vocabulary, and then other ids would be read without an error.
+    """
+    for name, ids in (("an input", x), ("a target", y[y != IGNORE_INDEX])):
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(outside):
+            raise ValueError(f"{name} of the data is token {outside[0]}, but `vocab_size` is {vocab_size}: correct it")
+
+
 def hash_texts(*parts: Any) -> str:
     """Hash plain values to 16 hex digits, for `EvalSet.texts_hash`."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -7,7 +7,7 @@ from itertools import count
 import numpy as np
 from torch import Tensor
 
-from data.base import Data
+from data.base import Data, check_tokens
 
 
 def splitmix(z: np.ndarray) -> np.ndarray:
@@ -89,13 +89,18 @@ def micro_batches(
             for indices in batch_indices(step, batch_size=batch_size, **division):
                 yield indices, length
 
+    def read(indices: range, length: int) -> tuple[Tensor, Tensor]:
+        x, y = data.train_batch(indices, length, seed)
+        check_tokens(x, y, data.vocab_size)
+        return x, y
+
     # One thread reads one micro-batch ahead, which hides the time of reading as long as it is shorter than a step.
     request = requests()
     with ThreadPoolExecutor(1) as thread:
-        following = thread.submit(data.train_batch, *next(request), seed)
+        following = thread.submit(read, *next(request))
         while True:
             x, y = following.result()
-            following = thread.submit(data.train_batch, *next(request), seed)
+            following = thread.submit(read, *next(request))
             if pin_memory:
                 x, y = x.pin_memory(), y.pin_memory()
             yield x, y

@@ -43,7 +43,8 @@ class Model:
     """A trained network in evaluation mode, with its tokenizer.
 
     Attributes:
-        net: `net(idx)` are the logits [B, T, vocabulary] of token ids `idx` [B, T].
+        net: `net(idx)` are the logits [B, T, vocabulary] of token ids `idx` [B, T]. It does not check that these are
+            in the vocabulary, for which a GPU would have to wait; `logits` and `generate` do.
         data: the data it was trained on, which encodes and decodes text.
     """
 

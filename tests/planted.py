@@ -21,7 +21,7 @@ class Planted(torch.nn.Module):
     """
 
     encodings = (NoEncoding(),)
-    train_len = 10**6
+    train_len = vocab_size = 10**6
 
     def __init__(self, predict, sees=10**6):
         super().__init__()

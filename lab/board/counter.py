@@ -19,6 +19,7 @@ from conf.schema import Section
 from data.base import IGNORE_INDEX
 from data.tasks.markov import Markov
 from lab.board.rules import Measured
+from ropewalk.run.directory import read_file
 
 BOARD = Path("board")
 NAME = "counter.json"
@@ -35,9 +36,9 @@ class Counted(Section):
 
 
 def load(board: Path) -> Counted | None:
-    """The counter's numbers on a board; None: it has none."""
+    """The counter's numbers on a board; None: it has none. Raises ConfigError: they are damaged."""
     file = board / NAME
-    return Counted(**read_json(file)) if file.is_file() else None
+    return read_file(file, Counted, remedy="write it again: python -m lab.board.counter") if file.exists() else None
 
 
 def losses(chains: Markov, x: Tensor, y: Tensor, decay: float) -> Tensor:

@@ -13,9 +13,10 @@ one is a false record on 1 % of simulated boards.
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 from scipy.special import stdtrit
 
 from conf.schema import Section
@@ -32,7 +33,8 @@ LEVEL = 0.01
 FEW, MANY = 5, 20  # seeds of an entry; of the first one, and of one that may be a record
 PROMISING = 0.2  # p-value of the first seeds below which the others are trained
 
-Bits = list[list[float]]  # for each kind of chain a number for each seed
+# For each kind of chain a number for each seed.
+Bits = Annotated[list[Annotated[list[float], Field(min_length=2)]], Field(min_length=2, max_length=2)]
 
 
 class Measured(Section):
@@ -41,6 +43,12 @@ class Measured(Section):
     gain: Bits  # of the whole text over the text cut to the training length
     possible: Bits  # the same for the best possible predictor
     excess: Bits  # loss at the training length, above that of the best possible predictor
+
+    @model_validator(mode="after")
+    def _of_the_same_seeds(self) -> Self:
+        if len({len(of_kind) for of_kind in (*self.gain, *self.possible, *self.excess)}) > 1:
+            raise ValueError("all numbers must be of the same seeds")
+        return self
 
     def scores(self) -> np.ndarray:
         """The score of each seed, in percent of the possible."""
@@ -75,6 +83,13 @@ class Verdict(Section):
     holder: str | None  # of the record, which was trained with the same seeds; None: there was none
     measured_of_holder: Measured | None
     made_by: dict[str, Any]  # command, versions, processor
+
+    @model_validator(mode="after")
+    def _has_a_number_for_each_seed(self) -> Self:
+        sides = filter(None, (self.measured, self.measured_of_holder))
+        if any(len(side.gain[0]) != len(self.seeds) for side in sides):
+            raise ValueError(f"there must be a number for each of {len(self.seeds)} seeds")
+        return self
 
 
 class Row(NamedTuple):

@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from conf.errors import ConfigError
-from conf.files import read_json, write_json
+from conf.files import write_json
 from conf.options import encoding
 from conf.schema import Config, Section
 from data.base import build_data
 from lab.board import board, judge, trials
 from ropewalk.app.compose import quoted
-from ropewalk.run.directory import RunDir, lock
+from ropewalk.run.directory import RunDir, lock, read_file
 
 ENOUGH = 5  # seeds that still find something after many tries
 CODES = {"better": 0, "not separated": 3, "worse": 4}  # exit codes
@@ -25,6 +25,12 @@ class Arguments(Section, extra="ignore"):  # the other keys are those of train.p
     against: str | dict[str, Any]
     seeds: int = Field(ge=3, le=1000)  # of two equal ones more than 5 % would be told apart
     runs_dir: str
+
+
+class Try(BaseModel):
+    """What the file of a verdict holds from the start of its try on, among more."""
+
+    number: int = Field(alias="try", ge=1)  # in its folder: it decides the intervals
 
 
 def judged(args: Arguments) -> int:
@@ -102,4 +108,4 @@ def begin(folder: Path, mine: Sequence[Config], against: Sequence[Config]) -> tu
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
             write_json(path, {"try": len([*path.parent.glob("*.json")]) + 1, "encoding": mine[0].pe})
-    return path, int(read_json(path)["try"])
+    return path, read_file(path, Try, remedy="restore it: the number of the try decides its intervals").number

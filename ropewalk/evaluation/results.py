@@ -21,7 +21,8 @@ from conf.files import refuse_link, write_text
 from ropewalk.evaluation.statistics import Sample, by_document, grouping
 from ropewalk.run.directory import read_file
 
-Size = Annotated[int, Field(ge=0, lt=2**63)]
+MOST = 2**40  # of anything in a text: what is more would not fit into an archive either
+Size = Annotated[int, Field(ge=0, lt=MOST)]
 # The quantities. A longer reach is no merit by itself; it comes first in a table.
 LOWER_IS_BETTER = {"loss": True, "error": True, "found": False, "gain": False, "share": False}
 
@@ -89,8 +90,14 @@ class PartResult(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
         return self.difficulty or self.task
 
     def sample(self, values: Sequence[float] | np.ndarray, units: Sequence[float] | np.ndarray) -> Sample:
-        """Return `values` and `units`, one for each text, as a sample of documents."""
-        return by_document(Sample(np.array([values]), np.array(units)), self.documents)
+        """Return `values` and `units`, one for each text, as a sample of documents.
+
+        Raises ValueError: a value is more than any text can have.
+        """
+        sums = np.array([values], dtype=float)
+        if np.abs(sums[np.isfinite(sums)]).max(initial=0) >= 100 * MOST:  # errors are in percent
+            raise ValueError(f"{self.part} at {self.length} has more than any text can have")
+        return by_document(Sample(sums, np.array(units)), self.documents)
 
     def number(self, quantity: str, unit: str, sample: Sample, optimum: Sample | None = None) -> Number:
         """Return the mean of a sample of this part as a row.
@@ -133,11 +140,11 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     run_id: str
     # Of the training.
     seed: int
-    train_len: int = Field(ge=1)
+    train_len: int = Field(ge=1, lt=2**31)
     # None for text.
     task: str | None
     # The optimizer step of the weights.
-    step: int
+    step: Size
     variant: Variant
     # All settings that decide the texts: results for which they are equal can be compared text by text.
     eval: dict[str, Any]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.base import IGNORE_INDEX, EvalSet
+from data.base import IGNORE_INDEX, EvalSet, check_tokens
 from model.gpt import GPT
 from model.layout import Packing
 from model.position.network import Encodings
@@ -146,6 +146,7 @@ class Scorer:
     def _sums(self, texts: EvalSet, first: int, last: int, groups: Tensor | None, n_groups: int) -> Tensor:
         """Return nats, tokens, bytes and errors of texts `first` to `last` - 1 by group, on the device: [4, B, G]."""
         x, y = texts.batch(first, last)
+        check_tokens(x, y, self.net.vocab_size)
         # The bytes of each target, 1 where bytes mean nothing; and its group.
         size = torch.ones_like(y) if self.token_bytes is None else self.token_bytes[y.clamp(min=0)]
         group = (size == 0).long() if groups is None else groups[first:last]

@@ -64,10 +64,10 @@ def _git(*arguments: str) -> str:
 
 
 def _new_files() -> list[str]:
-    """The untracked source files: in the project's own places, or imported, as an encoding of the user's has been."""
+    """The untracked source files: in the project's folders, or imported, as an encoding of the user's has been.
+
+    A file beside these folders may hold a key or a password.
+    """
     imported = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     listed = filter(None, _git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml").split("\0"))
-    # What stands before the first slash is a folder, or at the top level the file itself.
-    return [
-        name for name in listed if name.partition("/")[0] in (*SOURCE_FOLDERS, name) or str(ROOT / name) in imported
-    ]
+    return [name for name in listed if name.partition("/")[0] in SOURCE_FOLDERS or str(ROOT / name) in imported]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -174,6 +175,31 @@ def test_who_reads_the_future_is_refused_at_both_lengths(longer, training_only, 
 
     with pytest.raises(ConfigError, match=f"reads the future: {message}"):
         board.size_and_costs(cfg)
+
+
+VERDICT = "2026-11-25-rope/verdict.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        (VERDICT, lambda measured: measured["possible"].pop()),
+        (VERDICT, lambda measured: measured["excess"][1].pop()),
+        (VERDICT, lambda measured: measured["gain"][0].insert(3, "x")),
+        (VERDICT, lambda measured: [of_kind.pop() for kinds in measured.values() for of_kind in kinds]),
+        ("counter.json", lambda measured: measured["excess"][1].pop()),
+    ],
+)
+def test_a_file_without_a_number_for_each_kind_and_seed_is_named(file, damage, tmp_path):
+    """It would end the page of all entries with words about arrays."""
+    values = json.loads(Path("board", file).read_text())
+    damage(values["measured"])
+    copy = tmp_path / file
+    copy.parent.mkdir(exist_ok=True)
+    copy.write_text(json.dumps(values))
+
+    with pytest.raises(ConfigError, match=re.escape(f"{copy} is damaged")):
+        counter.load(tmp_path) or board.verdicts(tmp_path)
 
 
 def test_the_page_of_this_repository_is_what_its_verdicts_make():

@@ -122,7 +122,7 @@ CHEATS = [
     ({"parameters": 1.05}, "1.05 times RoPE's parameters"),
     ({"cost": 2.4}, "a step takes 2.4 times RoPE's"),
     ({"lr": 0.005}, "learning rate 0.005: choose one of 0.00075, 0.0015"),
-    ({"seeds": [0, 1, 2, 3, 4]}, "its seeds are not those of commit"),
+    ({"seeds": [*range(MANY)]}, "its seeds are not those of commit"),
     ({"above": -EXCESS - 0.03}, "at 1x on chains that stay, 1x on chains that change"),
     ({"score": 635.0}, "at 8x on chains that stay, 8x on chains that change"),
     ({"reading": 29.8}, "reading texts of 8x takes 29.8 times RoPE's"),
@@ -162,7 +162,8 @@ def test_a_later_entry_does_not_come_before_a_record_whatever_its_name():
 
 def test_the_bound_at_1x_is_that_of_student_s_one_sided_interval():
     excess = EXCESS + 0.01 * np.random.default_rng(0).standard_normal(FEW)
-    mine, rope = (Measured(gain=[], possible=[], excess=[list(values)] * 2) for values in (excess, [EXCESS] * MANY))
+    rope, mine = ([[EXCESS] * MANY] * 2, [excess.tolist()] * 2)
+    mine, rope = (Measured(gain=bits, possible=bits, excess=bits) for bits in (mine, rope))
     above, bound = rules.above_rope(mine, rope)
 
     of_seeds = stats.ttest_1samp(excess - EXCESS, 0)

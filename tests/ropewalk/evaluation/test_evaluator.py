@@ -162,5 +162,5 @@ def test_nothing_is_written_into_another_run_that_takes_its_place(measure, tmp_p
 def test_a_rehearsal_finds_what_would_fail():
     Evaluator(build_gpt("rope"), DATA, config(by_position=True, far_copies=True), CPU).rehearse()
     bad = Texts(DATA.tokens + IGNORE_INDEX)
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="an input of the data is token -"):
         Evaluator(build_gpt("rope"), bad, config(), CPU).rehearse()

@@ -46,6 +46,14 @@ def evaluation(label="rope", bits=(2.1, 2.0, 2.01, 2.5), pe=None, scale=1.0, zer
     return Evaluation(**fields | more)
 
 
+@pytest.mark.parametrize("name", ["nats", "optimum_nats", "baseline_nats"])
+@pytest.mark.parametrize("value", [-(2.0**63), 1e300])
+def test_a_sum_that_no_text_can_have_is_refused(name, value):
+    """An archive has no place for it, and one such file would end the archive of all other runs."""
+    with pytest.raises(ValueError, match="text at 128 has more than any text can have"):
+        evaluation(measured=[text(128, 2.0, **{name: [value, *[1.0] * (TEXTS - 1)]})]).numbers()
+
+
 def test_the_same_settings_replace_their_file_and_others_never_do(tmp_path):
     """Other options of an encoding, other scales, texts and steps: each has a file of its own."""
     others = [

@@ -58,6 +58,16 @@ def test_batches_and_pieces_of_logits_change_nothing(monkeypatch, budget):
     np.testing.assert_allclose(in_pieces.nats, whole.nats, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("token", "name"), [(50, "an input"), (-1, "a target")])
+def test_tokens_outside_of_the_vocabulary_are_an_error(token, name):
+    """Whose embedding may have rows for them."""
+    net = build_gpt("rope", vocab_multiple=64)
+    tokens = TOKENS.copy()
+    tokens[3, -2 if name == "an input" else -1] = token
+    with pytest.raises(ValueError, match=f"{name} of the data is token {token}, but `vocab_size` is 50"):
+        Scorer(net)(Texts(tokens).part(24, 7))
+
+
 def test_texts_grouped_in_two_ways_are_read_once():
     net = Planted(lambda seen: np.full(50, 1 / 50))
     part = DATA.part(32, 32)

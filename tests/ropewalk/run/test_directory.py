@@ -152,12 +152,13 @@ git -c user.name=x -c user.email=x@y commit -qm first
 echo 'a = 2' > old.py
 echo 'mine = 3' > model/encoding.py
 echo 'text = 1' > corpus/page.py
+echo 'password: 1' > keys.yaml
 """
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
 def test_changes_to_the_source_are_recorded_with_new_files(make, tmp_path, monkeypatch):
-    """In a repository in place of ours. But for a corpus beneath the clone."""
+    """In a repository in place of ours. But for a corpus beneath the clone, and a file of the user's own."""
     subprocess.run(["bash", "-ec", CLONE], cwd=tmp_path, check=True)
     monkeypatch.setattr(provenance, "ROOT", tmp_path / "project")
     for module in (directory, provenance):  # without its cache
@@ -172,6 +173,7 @@ def test_changes_to_the_source_are_recorded_with_new_files(make, tmp_path, monke
     assert "+a = 2" in diff
     assert "+mine = 3" in diff
     assert "corpus" not in diff
+    assert "password" not in diff
 
 
 def test_rows_that_are_damaged_or_cut_short(run):
