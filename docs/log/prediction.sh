@@ -5,7 +5,8 @@ set -euf
 for seed in ${SEEDS-1 2 3}; do
     while read -r name options; do
         ${TRAIN:-python train.py} experiment=compare_gpu data=text "data.files=$1" eval.far_copies=false \
-            eval.by_position=false eval.variants=[] $options seed=$seed runs_dir=runs/prediction name=$name-s$seed $MORE
+            eval.by_position=false eval.variants=[] $options seed=$seed runs_dir=runs/prediction \
+            name=$name-s$seed ${MORE-}
     done <<'ARMS'
 fox pe=fox
 tenfold pe=fox pe.constant_gates=true optim.pe_lr_scale=10

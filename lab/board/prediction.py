@@ -21,19 +21,20 @@ ORDERS = ("by hand", "the board's score", "chains that stay", "chains that chang
 
 
 def verdicts(table: pd.DataFrame, arms: dict[str, list[float]]) -> Iterator[str]:
-    """Yield a line for each order, and for each claim.
+    """Yield a line on what was run, one for each order, and one for each claim.
 
     Args:
         table: the long table of the runs, of one length, beside `fox`.
         arms: by name its place in the order by hand, and its gains in bits where chains stay and where they change.
     """
-    of_seeds = table[table.seed.notna()].pivot(index="line", columns="seed", values="gain").dropna()
+    of_seeds = table[table.seed.notna()].pivot(index="line", columns="seed", values="gain").dropna(how="all")
     shown = [name for name in arms if name in of_seeds.index]
     place, stay, change = np.array([arms[name] for name in shown]).T
     orders = np.stack((-place, stay + change, stay, change), axis=1)  # the score's divisor is the same for all
-    gains = of_seeds.loc[shown].to_numpy()
+    gains = of_seeds.loc[shown].dropna(axis="columns").to_numpy()  # of the seeds that all arms have
     holds = [name not in BREAK for name in shown]
     everywhere, holding = correlations(orders, gains), correlations(orders[holds], gains[holds])
+    yield f"{len(shown)} of {len(arms)} arms, each with {gains.shape[1]} seeds"
     for n, name in enumerate(ORDERS):
         yield f"{name}: {in_words(everywhere[:, n])}; of {sum(holds)} that may hold {in_words(holding[:, n])}"
 

@@ -217,7 +217,7 @@ def test_a_prediction_stands_is_refuted_or_stays_open():
     changing = dict(zip(of_arms, [-0.006, 0.001, 0.002, 0.003, 0.0, -0.002], strict=True))
 
     def lines(sign=1.0, behind=(0.02, 0.011, 0.03)):
-        rows = []
+        rows = [{"line": "fox", "seed": 4, "gain": 0.0}]  # the others have not run with this seed
         for n, (line, gain) in enumerate(of_arms.items()):
             rows += [{"line": line, "seed": seed, "gain": sign * gain + 1e-4 * seed * n} for seed in (1, 2, 3)]
         low_high = dict(zip(("difference", "difference_low", "difference_high"), behind, strict=True))
@@ -225,7 +225,8 @@ def test_a_prediction_stands_is_refuted_or_stays_open():
         arms = {line: [float(n), gain, changing[line]] for n, (line, gain) in enumerate(of_arms.items())}
         return list(prediction.verdicts(table, arms))
 
-    by_hand, score, *_, first, second, third, fourth = lines()
+    ran, by_hand, score, *_, first, second, third, fourth = lines()
+    assert ran == "6 of 6 arms, each with 3 seeds"
     assert by_hand.startswith("by hand: 1.00 (1.00 to 1.00); of 5 that may hold 1.00")
     assert score.startswith("the board's score: 1.00")
     assert [line.split(": ")[-1] for line in (first, third)] == ["stands", "stands"]
