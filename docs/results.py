@@ -76,11 +76,18 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
 
 
 def loaded(file: Path) -> frame.Runs:
-    """Return the runs of an archive without those that others started from, which are no row and nobody's control."""
+    """Return the runs of an archive without those that others started from, which are no row and nobody's control.
+
+    In several sections one label may stand for several lines. These are called by the names of their runs instead.
+    """
     runs = frame.load(file)
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
-    return runs._replace(results=runs.results[~runs.results.line.str.startswith(frame.START)])
+    rows = runs.results[~runs.results.line.str.startswith(frame.START)]
+    if rows.section.nunique() > 1:
+        names = runs.runs["name"].str.replace(r"-s\d+$", "", regex=True)
+        rows = rows.assign(line=(rows.path.map(names) + " " + rows.reading).str.strip())
+    return runs._replace(results=rows)
 
 
 def picture(root: Path) -> bytes:

@@ -243,3 +243,10 @@ def test_the_demo_prints_what_readme_shows(tmp_path):
     start = lines.index(shown[0])
 
     assert lines[start : start + len(shown)] == shown
+
+
+def test_lines_of_one_label_on_several_kinds_of_texts_are_told_apart():
+    folder = ROOT / "docs/results"
+    sections = results.loaded([folder / "nope.parquet", folder / "code.parquet"]).results.groupby("line").section
+    assert sections.nunique().max() == 1
+    assert {"nope", "nope-code"} <= set(sections.groups)

@@ -69,7 +69,7 @@ def check_overrides() -> None:
             each = choice.strip("[]")
             raise ConfigError(f"{override}: one option at a time; for a run of each write -m {group}={each}")
     for override in config.overrides.hydra:
-        remedy = FOREIGN.get(override.partition("=")[0], "")
+        remedy = FOREIGN.get(override.lstrip("+").partition("=")[0], "")
         # A program that goes into the folder of Hydra's, as chdir asks, has a use for that.
         if remedy and not config.job.chdir:
             raise ConfigError(f"{override}: {remedy}")

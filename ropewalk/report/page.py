@@ -199,7 +199,7 @@ def what_was_run(runs: Runs, table: pd.DataFrame) -> list[Grid]:
     left_out = pd.DataFrame(runs.left_out, columns=["run", "why"]).set_index("run")
     # The first column is narrow on a phone, so the commit leads: its first digits name it.
     return [
-        ("Commands that made the numbers", commands.set_index(commands.pop("commit").str[:10])),
+        ("Commands that made the numbers", commands.drop(columns="commit").set_index(commands.commit.str[:10])),
         ("Left out: broken, not finished, or there twice", left_out),
     ]
 

@@ -70,7 +70,7 @@ PLAIN: Any = {"svg.fonttype": "none", "svg.hashsalt": "ropewalk", "pdf.fonttype"
 # What an SVG is as good without, in half the space. Words have the font of their page, narrower than matplotlib's.
 SHORTER = {
     r"^.*?(?=<svg)": "",
-    r' id="[\w.]+_\d+"| version="1.1"': "",
+    r' id="(?!C[\da-f]+_)[\w.]+_\d+"| version="1.1"': "",  # what begins with C is used by its id
     r"(?<!opacity: )\b(\d+\.\d)\d+(?=[^<>]*>)": r"\1",  # within tags, not in words
     r"(?<=\d)\.0(?=[ \"),][^<>]*>)": "",
     r" font-family: [^;\"]*;": "",

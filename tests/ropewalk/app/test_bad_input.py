@@ -32,6 +32,7 @@ CASES = [
     ("pe=rope pe.scale=4", "pe=dynamic_ntk"),
     ("-m pe=yarn,rope hydra/launcher=basik", "did you mean basic?"),
     ("hydra.run.dir=elsewhere", "runs_dir"),
+    ("++hydra.run.dir=elsewhere", "runs_dir"),
     ("hydra.sweep.dir=elsewhere", "runs_dir"),
     ("-m seed=0,1 hydra.sweep.dir=elsewhere", "runs_dir"),
     ("hydra.verbose=true", "HYDRA_FULL_ERROR=1"),
