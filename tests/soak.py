@@ -29,7 +29,7 @@ from differences import contents, differences
 from process_helpers import On, kill, start
 
 # What writes: rows, checkpoints, JSON files and weights, all of which are synced and then renamed.
-WRITES = ("ropewalk.run.directory.append", "torch.save", "os.fsync", "os.replace")
+WRITES = ("ropewalk.run.directory.RunDir.append", "torch.save", "os.fsync", "os.replace")
 
 
 def draw(rng: random.Random, seconds: float, starting: float) -> tuple[float | None, On | None]:

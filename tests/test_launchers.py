@@ -14,7 +14,7 @@ from ropewalk.app.resolve import load_config
 from ropewalk.evaluation.objective import objective
 from ropewalk.run.directory import RunDir
 
-ROW = "ropewalk.run.directory.append"  # called once for each row of metrics.jsonl
+ROW = "ropewalk.run.directory.RunDir.append"  # called once for each row of metrics.jsonl
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
 
 

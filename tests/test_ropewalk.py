@@ -61,7 +61,7 @@ def test_an_encoding_for_a_network_of_ones_own(name):
 @pytest.mark.parametrize(
     ("changed", "shape", "message"),
     [
-        ("q", (2, 24, 4, 16), r"q is .*of \[B, T, H, D\] take transpose"),  # the layout of other libraries
+        ("q", (2, 24, 4, 16), r"q is .*use transpose\(1, 2\) if it is \[B, T, H, D\]"),  # the layout of other libraries
         ("q", (2, 4, 1, 16), "k is .* there is no cache"),  # one query with a cache
         ("q", (2, 8, 24, 16), "q is"),
         ("q", (4, 24, 16), r"q is \(4, 24, 16\), not"),

@@ -16,7 +16,7 @@ from ropewalk.app.resolve import resolve
 from ropewalk.run.directory import read_config
 
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
-ROW = "ropewalk.run.directory.append"  # called five times in a run: call 8 is for step 3 of the second
+ROW = "ropewalk.run.directory.RunDir.append"  # called five times in a run: call 8 is for step 3 of the second
 
 
 def test_each_job_is_the_run_that_it_would_be_alone(train, trained):

@@ -263,7 +263,7 @@ def test_a_vocabulary_is_trained_on_the_training_split_alone_and_is_the_same_aga
 @pytest.mark.parametrize("size", ["", "256", "many", "5000"])
 def test_a_size_that_cannot_be_trained_is_an_error(tmp_path, size):
     corpus = write_corpus(tmp_path / "corpus", documents=5)
-    with pytest.raises(ValueError, match=rf"data\.tokenizer=train:{size}: (give train: a number|.* ask for fewer)"):
+    with pytest.raises(ValueError, match=rf"data\.tokenizer=train:{size}: (train: needs a number|.* ask for fewer)"):
         prepared(corpus, tmp_path / "a", tokenizer=f"train:{size}")
 
 
