@@ -1,12 +1,13 @@
 """Two processes train what one does, fail together, and go on from each other's checkpoints."""
 
 import signal
+import subprocess
 import sys
 from functools import partial
 
 import pytest
 import torch
-from conftest import rows_of
+from conftest import ROOT, rows_of
 from differences import differences, results
 from process_helpers import STEP, On, kill, terminated, together
 from safetensors.torch import load_file
@@ -182,6 +183,15 @@ def test_an_error_ends_all_and_is_told_once(job, where):
     assert message in both
 
 
+def test_lightning_starts_the_ranks_that_are_asked_for(train):
+    options = train.complete("pe=rope", "trainer=ddp", "trainer.devices=2", "name=launched")
+    command = [sys.executable, "train.py", *options]
+    out = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+    assert "processes: 2\n" in out
+    assert (train.runs / "launched" / "training.json").is_file()
+
+
 @pytest.mark.slow
 def test_a_run_that_lightning_started_goes_on_by_torchrun(train, job):
     """A signal to the first process, which has started the other one, stops the run."""
@@ -189,7 +199,7 @@ def test_a_run_that_lightning_started_goes_on_by_torchrun(train, job):
     options += ["pe=rope", "trainer.max_steps=300", "logger=tensorboard", "name=launched"]
     run = train.runs / "launched"
     command = [sys.executable, "train.py", *train.complete(*options, "trainer=ddp", "trainer.devices=2")]
-    out, err = terminated(command, run / "metrics.jsonl")
+    out, err = terminated(command, run / "checkpoints/step=100.ckpt")
 
     assert out.count("stopped after step") == 1
     assert "rror" not in err

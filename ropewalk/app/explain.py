@@ -69,9 +69,11 @@ def check_overrides() -> None:
             each = choice.strip("[]")
             raise ConfigError(f"{override}: one option at a time; for a run of each write -m {group}={each}")
     for override in config.overrides.hydra:
-        remedy = FOREIGN.get(override.lstrip("+").partition("=")[0], "")
-        # A program that goes into the folder of Hydra's, as chdir asks, has a use for that.
-        if remedy and not config.job.chdir:
+        key, _, value = override.lstrip("+").partition("=")
+        remedy = FOREIGN.get(key, "")
+        # A program that goes into the folder of Hydra's, as chdir asks, has a use for that. "." is what conf has, and
+        # what Fabric gives to the ranks that it starts.
+        if remedy and value.strip("\"'") != "." and not config.job.chdir:
             raise ConfigError(f"{override}: {remedy}")
 
 
