@@ -150,7 +150,7 @@ class Training:
         self.fabric = fabric
         self.cfg = cfg
         self.data = data
-        self.net = net  # training calls `ranks.model`, the same network as the strategy has wrapped it
+        self.net = net  # training calls `ranks.model`, this network as the strategy wraps it
         self.ranks = Ranks(fabric, net, cfg, hardware)
         self.optimizer = make_optimizer(net, cfg.optim)
         self.schedule = Schedule(cfg, net)

@@ -59,7 +59,7 @@ def no_such_option(group: str, name: str, known: Sequence[str] = ()) -> str:
     hint = answer(group, name) or nearest(name, known or names(group))
     if group == "experiment" and name in names("data"):
         hint = f"; data={name} brings settings that suit it"
-    return f"{group or '--config-name'}={name}: there is no such option{hint}"
+    return f"{group or '--config-name'}={name}: no such option{hint}"
 
 
 def comments(group: str, name: str) -> dict[str, str]:

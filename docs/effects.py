@@ -6,9 +6,8 @@ from itertools import combinations, product
 from math import prod
 from typing import Any, NamedTuple
 
-from scipy import stats
-
 from lab.board.correction import holm
+from ropewalk.evaluation import statistics
 from ropewalk.evaluation.statistics import Estimate, Sample, estimate, stacked
 from ropewalk.report.answer import amount
 from ropewalk.report.frame import Runs
@@ -117,4 +116,4 @@ def effect(runs: Runs, length: int, weights: Weights) -> Estimate:
 
 def p_value(e: Estimate) -> float:
     """Return the two-sided probability of an effect as large if it were 0, by Student's t over the seeds."""
-    return float(2 * stats.t.sf(abs(e.value) / e.error, e.seeds - 1))
+    return statistics.p_value(e._replace(freedom=e.seeds - 1))

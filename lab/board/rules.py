@@ -148,9 +148,10 @@ def row_of(verdict: Verdict, earlier: Sequence[Row]) -> Row:
         p, *_ = holm([p_value(ahead), *(p_value(row.ahead) for row in earlier if row.ahead)])
     above, bound = above_rope(verdict.measured, earlier[0].verdict.measured if earlier else verdict.measured)
     holder = holder_of(earlier)
+    helped_by = ", ".join(f"{key}={value}" for key, value in verdict.help.items())
     of_records = [
         (not earlier or bound <= ABOVE, f"at 1x up to {bound:.3f} (limit {ABOVE})"),
-        (not verdict.help, f"it has help from the network: {verdict.help}"),
+        (not verdict.help, f"it has help from the network: {helped_by}"),
         (holder == verdict.holder,
          f"it was compared with {verdict.holder}, and the record is {holder}'s: judge it again"),
     ]  # fmt: skip

@@ -217,7 +217,7 @@ class Tracker:
         if is_rank_zero():
             print(printable(text), flush=True)
         # Loggers of Lightning's have no `log_text`.
-        self._each(lambda _, tracker: getattr(tracker, "log_text", lambda *_: None)(text, step))
+        self._each(lambda _, tracker: getattr(tracker, "log_text", _no_text)(text, step))
 
     def publish(self) -> None:
         """Show the results of a run that is complete."""
@@ -240,6 +240,10 @@ class Tracker:
         stopped = isinstance(error, SystemExit) and error.code in (STOPPED, INTERRUPTED)
         status = "success" if error is None or stopped else "failed"
         self._each(lambda _, tracker: tracker.finalize(status))
+
+
+def _no_text(text: str, step: int) -> None:
+    """What a tracker without `log_text` does with a text."""
 
 
 def _shown(name: str) -> str:

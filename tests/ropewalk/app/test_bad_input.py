@@ -91,7 +91,7 @@ CASES = [
     ("runs_dir=/proc/no/runs", "runs_dir=/proc/no/runs: cannot create a directory in /proc"),
     ("runs/rope-code", "KEY=VALUE"),
     ("pe=[rope,yarn]", "-m pe=rope,yarn"),
-    ("--config-name=evil", "--config-name=evil: there is no such option"),
+    ("--config-name=evil", "--config-name=evil: no such option"),
     ("eval.lengths=" + 900 * "[" + 900 * "]", "recursion"),
     ("init_from=hf:", "hf:OWNER/NAME"),
     ("init_from=runs/rope-train_len=32", "runs/rope-train_len=32/model.json is missing"),  # as a sweep names them

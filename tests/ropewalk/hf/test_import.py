@@ -173,7 +173,7 @@ def test_weights_outside_of_a_folder_are_not_read(tmp_path):
     index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(outside), "../outside.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    with pytest.raises(ValueError, match="names .*, which is not in its folder"):
+    with pytest.raises(ValueError, match=r"names .*, which is not in its folder"):
         read_model(folder).state_dict()
 
 
