@@ -6,7 +6,7 @@ from itertools import combinations, product
 from math import prod
 from typing import Any, NamedTuple
 
-from lab.board.correction import holm
+from lab.board.rules import holm
 from ropewalk.evaluation import statistics
 from ropewalk.evaluation.statistics import Estimate, Sample, estimate, stacked
 from ropewalk.report.answer import amount

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 from scipy import stats
 
-from lab.board.correction import holm
+from lab.board.rules import holm
 
 RESULTS = (ROOT / "docs/results.md").read_text()
 CLAIMS_TEXT = (ROOT / "docs/log/claims.md").read_text()

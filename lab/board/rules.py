@@ -20,7 +20,6 @@ from pydantic import Field, model_validator
 from scipy.special import stdtrit
 
 from conf.schema import Section
-from lab.board.correction import holm
 from ropewalk.evaluation.statistics import Estimate, Sample, estimate, p_value
 
 RATES = (0.75e-3, 1.5e-3, 3e-3, 6e-3, 12e-3)  # the learning rates that an entry may choose from
@@ -183,6 +182,14 @@ def broken_rules(verdict: Verdict) -> list[str]:
         (not ahead, f"better than the best possible predictor at {', '.join(ahead)}: it reads what it is to predict"),
     ]  # fmt: skip
     return unmet(rules)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return each p-value after Holm's correction for all (Scandinavian Journal of Statistics 6, 1979)."""
+    order = np.argsort(p_values)
+    factors = np.arange(len(order), 0, -1)
+    stepped = np.maximum.accumulate(factors * np.sort(p_values))
+    return np.minimum(stepped, 1)[np.argsort(order)].tolist()
 
 
 def unmet(rules: Iterable[tuple[bool, str]]) -> list[str]:

@@ -9,8 +9,7 @@ import pytest
 from scipy import stats
 
 from lab.board import page, rules
-from lab.board.correction import holm
-from lab.board.rules import FEW, MANY, Measured, Row, Verdict, drawn_seeds, is_promising, row_of
+from lab.board.rules import FEW, MANY, Measured, Row, Verdict, drawn_seeds, holm, is_promising, row_of
 from lab.board.texts import DrawnTexts
 from ropewalk.evaluation.statistics import p_value
 
