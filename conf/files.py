@@ -103,7 +103,7 @@ def write_json(path: Path, values: Any) -> None:
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values with a checksum of them all: a number that changed on a disk would be a wrong result."""
-    return {**values, "checksum": _checksum(values)}
+    return {**values, "checksum": checksum(values)}
 
 
 def unsealed(values: Mapping[str, Any], remedy: str = "") -> dict[str, Any]:
@@ -114,12 +114,13 @@ def unsealed(values: Mapping[str, Any], remedy: str = "") -> dict[str, Any]:
     # The caller's own values stay as they are.
     values = dict(values)
     recorded = values.pop("checksum", None)
-    if recorded not in (None, _checksum(values)):
+    if recorded not in (None, checksum(values)):
         raise ValueError(f"its checksum does not match its values{remedy}")
     return values
 
 
-def _checksum(values: Mapping[str, Any]) -> str:
+def checksum(values: Any) -> str:
+    """The same hexadecimal digits for equal plain values, whatever the order of keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,9 +1,7 @@
 """Trials: the runs of an encoding that is judged, and the losses that they measured."""
 
-import hashlib
 import inspect
 import itertools
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 import yaml
 
 from conf.errors import ConfigError, flatten
-from conf.files import write_text
+from conf.files import checksum, write_text
 from conf.schema import Config
 from model.position.base import PositionEncoding
 from ropewalk.app.configure import train_values
@@ -40,7 +38,7 @@ def run_of(cfg: Config, **changes: Any) -> Config:
     cfg = cfg.model_copy(update=changes)
     values = flatten(cfg.model_dump())
     settings = {key: value for key, value in values.items() if not key.startswith((*FREE, "seed"))}
-    decides = digest([settings, _source(cfg)])
+    decides = checksum([settings, _source(cfg)])[:8]
     name = f"{cfg.pe['name']}-{cfg.data['name']}-{decides}-s{cfg.seed}"
     return with_variants(cfg, [cfg.pe]).model_copy(update={"name": name})
 
@@ -51,11 +49,6 @@ def _source(cfg: Config) -> list[str]:
     classes = itertools.chain(*(type(pe).__mro__ for pe in net.encodings))
     modules = {cls.__module__ for cls in classes if issubclass(cls, PositionEncoding)}
     return [inspect.getsource(sys.modules[module]) for module in sorted(modules)]
-
-
-def digest(values: Any) -> str:
-    """A short name for plain values: equal for equal ones."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def measured(sides: Sequence[Sequence[Config]]) -> list[list[Losses]]:

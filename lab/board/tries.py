@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from pydantic import BaseModel, Field
 
 from conf.errors import ConfigError
-from conf.files import write_json
+from conf.files import checksum, write_json
 from conf.options import encoding
 from conf.schema import Config, Section
 from data.base import build_data
@@ -102,7 +102,7 @@ def begin(folder: Path, mine: Sequence[Config], against: Sequence[Config]) -> tu
     A try that is repeated keeps its number. Another encoding, option, source, seed or evaluation is another try.
     """
     settings = [[run.name, run.eval.model_dump()] for run in [*mine, *against]]
-    path = folder / "verdicts" / f"{mine[0].pe['name']}-{trials.digest(settings)}.json"
+    path = folder / "verdicts" / f"{mine[0].pe['name']}-{checksum(settings)[:8]}.json"
     # Two tries at once must not get one number.
     with lock(path.parent):
         if not path.exists():
