@@ -7,7 +7,6 @@ drawn anew now and then, so that what was said last counts. An encoding that is 
 
 import copy
 import hashlib
-import subprocess
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -35,7 +34,7 @@ from model.position.network import Encodings, for_length, max_len_of
 from model.size import n_parameters
 from ropewalk.app.compose import quoted
 from ropewalk.run.directory import RunDir, read_file
-from ropewalk.run.provenance import provenance
+from ropewalk.run.provenance import git, provenance
 
 TEXTS = ("data=markov", "data._target_=lab.board.texts.DrawnTexts")
 STEPS = 10  # that are timed; the fastest counts
@@ -110,13 +109,9 @@ def enter(args: Arguments) -> None:
 
 def commit_of(folder: Path) -> str:
     """The commit that changed an entry last. Raises ConfigError: there is none, or files have changed since."""
-
-    def git(*command: str) -> str:
-        of_files = ["git", *command, "--", "pe.yaml", "encoding.py"]
-        return subprocess.run(of_files, cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
-
-    commit = git("log", "-1", "--format=%H")
-    if git("status", "--porcelain") or not commit:
+    files = ("--", "pe.yaml", "encoding.py")
+    commit = git("log", "-1", "--format=%H", *files, folder=folder).strip()
+    if not commit or git("status", "--porcelain", *files, folder=folder):
         raise ConfigError(f"commit {folder} first: its seeds and texts are drawn from the commit")
     return commit
 

@@ -52,14 +52,15 @@ def source_state() -> tuple[str | None, str]:
     """
     if not shutil.which("git"):
         return None, ""
-    commit = _git("rev-parse", "--verify", "HEAD").strip() or None
+    commit = git("rev-parse", "--verify", "HEAD").strip() or None
     # `git diff HEAD` leaves new files out: each is compared with an empty one.
-    additions = [_git("diff", "--no-index", "--", os.devnull, name) for name in _new_files()]
-    return commit, _git("diff", "HEAD") + "".join(additions)
+    additions = [git("diff", "--no-index", "--", os.devnull, name) for name in _new_files()]
+    return commit, git("diff", "HEAD") + "".join(additions)
 
 
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(ROOT), *arguments]
+def git(*arguments: str, folder: Path = ROOT) -> str:
+    """Return what a command of git prints in a folder; "" if it fails."""
+    command = ["git", "-C", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
 
 
@@ -69,5 +70,5 @@ def _new_files() -> list[str]:
     A file beside these folders may hold a key or a password.
     """
     imported = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    listed = filter(None, _git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml").split("\0"))
+    listed = filter(None, git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml").split("\0"))
     return [name for name in listed if name.partition("/")[0] in SOURCE_FOLDERS or str(ROOT / name) in imported]
