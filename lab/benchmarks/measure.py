@@ -28,12 +28,12 @@ def begun(options: Any) -> Any:
     tune(hardware.device)
     about = provenance()
     device = torch.cuda.get_device_name() if hardware.device == "cuda" else hardware.device
-    said = (
+    print(
         f"`{about['command']}`, {about['time']}; {about['processor']}, {torch.get_num_threads()} threads, {device}; "
         f"torch {about['torch']}; commit {about['commit']}; load before {os.getloadavg()[0]:.1f}. "
-        f"Medians of {options.rounds} rounds (quartiles).\n"
+        f"Medians of {options.rounds} rounds (quartiles).\n",
+        flush=True,
     )
-    print(said, flush=True)
     return options.model_copy(update={"device": hardware.device, "kernels": hardware.kernels})
 
 

@@ -36,14 +36,15 @@ In simulated boards a gain of 5 points is a record in 98 % (scores that vary bet
 """
 
 
-def cells(row: Row) -> dict[str, str]:
-    """What is said of an entry, by column."""
+def cells(row: Row, holder: str | None = None) -> dict[str, str]:
+    """What is said of an entry, by column; whom it is ahead of, unless that is `holder`."""
     v = row.verdict
+    of_holder = "" if v.holder == holder else f" of {v.holder}"
     return {
         "entry": v.entry,
         "score": f"{row.score.value:.1f} ± {row.score.half:.1f}",
         "seeds": str(len(v.seeds)),
-        "ahead": f"{row.ahead.value:+.1f} of {v.holder}" if row.ahead else "",
+        "ahead": f"{row.ahead.value:+.1f}{of_holder}" if row.ahead else "",
         "p": f"{row.p:.1g}" if row.ahead else "",
         "1x": f"{row.above:+.3f}",
         "step": f"{v.cost:.2f}",
@@ -62,13 +63,12 @@ def line(row: Row) -> str:
 def markdown(rows: Sequence[Row], figure: str, counted: Counted | None = None) -> str:
     """The page of the lines of a board, which are in the order in which they were judged."""
     table = []
+    holder = holder_of(rows)
     # Who broke a rule comes last, whatever it scored.
     for row in sorted(rows, key=lambda row: (bool(row.broken), -row.score.value)):
         entry = row.verdict.entry
-        mark = "~~" if row.broken else "**" if entry == holder_of(rows) else ""
-        said = cells(row)
-        ahead = said["ahead"].removesuffix(f" of {holder_of(rows)}")
-        table.append(said | {"entry": f"{mark}[{entry}](../board/{entry}/README.md){mark}", "ahead": ahead})
+        mark = "~~" if row.broken else "**" if entry == holder else ""
+        table.append(cells(row, holder) | {"entry": f"{mark}[{entry}](../board/{entry}/README.md){mark}"})
     if rows and counted:
         score = over_seeds(counted.measured.scores())
         decays = " and ".join(f"{decay:g}" for decay in counted.decays)
