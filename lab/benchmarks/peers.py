@@ -1,27 +1,23 @@
 """The step of train.py, and its reading of longer text, beside GPTs of other projects: same shape, same batches."""
 
-import contextlib
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import partial
-from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from conf.errors import ConfigError
 from conf.schema import GPTConfig, Optim
 from lab.benchmarks.measure import Row, interleave, peak_memory, ratio
-from lab.benchmarks.training import configuration, loop, made, trained
+from lab.benchmarks.training import configuration, loop, made, seconds_of, trained
 
 TIMES = 4  # an evaluation reads so many times the training length
 CLOSE = 0.02  # the first losses may differ by this share: all have untrained weights of the same size
@@ -33,23 +29,22 @@ class Peer(NamedTuple):
     """Somebody else's network."""
 
     build: Build  # raises ImportError: it is not installed
+    model: dict[str, Any]  # options of our network that give it the same shape
     encoding: str = "rope"  # of ours, the same as its own
-    model: Mapping[str, Any] = MappingProxyType({})  # options of our network that give it the same shape
 
 
 def nanogpt(shape: GPTConfig, vocab_size: int, longest: int, folder: str) -> nn.Module:
-    with contextlib.redirect_stdout(sys.stderr):  # it prints what it builds, and stdout is for the table
-        theirs = runpy.run_path(f"{folder}/model.py", run_name="nanogpt")
-        config = theirs["GPTConfig"](
-            n_layer=shape.n_layer,
-            n_head=shape.n_head,
-            n_embd=shape.dim,
-            block_size=longest,
-            vocab_size=vocab_size,
-            dropout=0.0,
-            bias=False,
-        )
-        return theirs["GPT"](config)
+    theirs = runpy.run_path(f"{folder}/model.py", run_name="nanogpt")
+    config = theirs["GPTConfig"](
+        n_layer=shape.n_layer,
+        n_head=shape.n_head,
+        n_embd=shape.dim,
+        block_size=longest,
+        vocab_size=vocab_size,
+        dropout=0.0,
+        bias=False,
+    )
+    return theirs["GPT"](config)
 
 
 def litgpt(shape: GPTConfig, vocab_size: int, longest: int, folder: str) -> nn.Module:
@@ -88,28 +83,11 @@ def x_transformers(shape: GPTConfig, vocab_size: int, longest: int, folder: str)
     )
 
 
-def gpt2(shape: GPTConfig, vocab_size: int, longest: int, folder: str) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def of_transformers(kind: str, shape: GPTConfig, vocab_size: int, longest: int, folder: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = GPT2Config(
-        n_layer=shape.n_layer,
-        n_head=shape.n_head,
-        n_embd=shape.dim,
-        n_positions=longest,
-        vocab_size=vocab_size,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return GPT2LMHeadModel(config)
-
-
-def llama(shape: GPTConfig, vocab_size: int, longest: int, folder: str) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        kind,
         num_hidden_layers=shape.n_layer,
         num_attention_heads=shape.n_head,
         hidden_size=shape.dim,
@@ -119,30 +97,37 @@ def llama(shape: GPTConfig, vocab_size: int, longest: int, folder: str) -> nn.Mo
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
+        # Of GPT-2 alone.
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
-    return LlamaForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 PEERS = {
-    "nanoGPT": Peer(nanogpt, "learned", {"mlp": "gelu_exact"}),
-    "nanoGPT, ours with rope": Peer(nanogpt, model={"mlp": "gelu_exact"}),
-    "litgpt": Peer(litgpt, model={"mlp": "gelu_exact", "tie_embeddings": False}),
-    "x-transformers": Peer(x_transformers, model={"mlp": "gelu_exact"}),
-    "GPT-2 of transformers": Peer(gpt2, "learned", {"bias": True}),
-    "Llama of transformers": Peer(llama, model={"mlp": "swiglu", "norm": "rmsnorm"}),
+    "nanoGPT": Peer(nanogpt, {"mlp": "gelu_exact"}, "learned"),
+    "nanoGPT, ours with rope": Peer(nanogpt, {"mlp": "gelu_exact"}),
+    "litgpt": Peer(litgpt, {"mlp": "gelu_exact", "tie_embeddings": False}),
+    "x-transformers": Peer(x_transformers, {"mlp": "gelu_exact"}),
+    "GPT-2 of transformers": Peer(partial(of_transformers, "gpt2"), {"bias": True}, "learned"),
+    "Llama of transformers": Peer(partial(of_transformers, "llama"), {"mlp": "swiglu", "norm": "rmsnorm"}),
 }
 
 
 class Side:
-    """One of two networks that are compared, with what a training needs. Each method is one measurement.
+    """One of two networks that are compared, with what a training needs. Each method is one measurement."""
 
-    Args:
-        own: ours, trained by train.py; else the peer's, trained by the shortest loop with the settings of PyTorch that
-            its users have.
-    """
+    def first_loss(self, options: Any, peer: Peer, *, own: bool = False) -> float:
+        """The loss of untrained weights, of a network that is built here: the first of the measurements.
 
-    def __init__(self, options: Any, peer: Peer, *, own: bool) -> None:
-        sections = options.model_copy(update={"model": options.model | {**peer.model}})
+        Args:
+            own: ours, trained by train.py; else the peer's, trained by the shortest loop with the settings of PyTorch
+                that its users have.
+
+        Raises ImportError: the peer is not installed.
+        """
+        sections = options.model_copy(update={"model": options.model | peer.model})
         cfg = configuration(sections, peer.encoding)
         self.steps = options.steps
         self.hardware, data, net = made(cfg, tuned=own)
@@ -155,7 +140,8 @@ class Side:
             net.materialise(self.hardware.device)
             net.init_weights(cfg.seed)
             self.loss_of = lambda x, y: net(x, targets=y)
-            return
+            return float(next(self.losses))
+        sys.stdout = sys.stderr  # nanoGPT prints what it builds, and stdout is for the table
         theirs = peer.build(cfg.model, data.vocab_size, longest, options.nanogpt).to(self.hardware.device)
         for parameter in theirs.parameters():
             if parameter.dim() > 1:
@@ -164,8 +150,6 @@ class Side:
         self.loss_of = partial(_loss, theirs, peer.build is nanogpt)
         optimizer = _optimizer(theirs, cfg.optim, self.hardware.device)
         self.losses = loop(cfg, self.hardware, data, theirs, optimizer, self.loss_of)
-
-    def first_loss(self) -> float:
         return float(next(self.losses))
 
     def memory(self) -> float:
@@ -174,9 +158,7 @@ class Side:
 
     def step(self) -> float:
         """Seconds of a round of steps."""
-        start = perf_counter()
-        float(sum(islice(self.losses, self.steps)))  # waits for the device, so it belongs to the time
-        return perf_counter() - start
+        return seconds_of(self.losses, self.steps)
 
     def reading(self) -> float:
         """Seconds of the loss of long texts, without gradients."""
@@ -191,31 +173,28 @@ def _loss(net: nn.Module, has_loss: bool, x: Tensor, y: Tensor) -> Tensor:
     if has_loss:  # nanoGPT computes all logits only where it gets the targets
         return net(x, y)[1]
     found = net(x)  # logits, or an object that has them
-    return cross_entropy(getattr(found, "logits", found).flatten(0, 1), y.flatten())
+    return nn.functional.cross_entropy(getattr(found, "logits", found).flatten(0, 1), y.flatten())
 
 
 def _optimizer(net: Any, optim: Optim, device: str) -> torch.optim.Optimizer:
     """Return nanoGPT's own optimizer, or that of PyTorch which users of the others take, with our settings."""
     betas = (optim.beta1, optim.beta2)
     if hasattr(net, "configure_optimizers"):
-        with contextlib.redirect_stdout(sys.stderr):
-            return net.configure_optimizers(optim.weight_decay, optim.lr, betas, device)
+        return net.configure_optimizers(optim.weight_decay, optim.lr, betas, device)
     return torch.optim.AdamW(net.parameters(), optim.lr, betas, weight_decay=optim.weight_decay, fused=True)
 
 
-_sides: list[Side] = []  # of a process that has one
+_peer = Side()  # in a process for a peer
 
 
-def _ask(process: Executor, options: Any, name: str, what: str) -> float:
+def _ask(process: Executor, what: str, *arguments: Any) -> float:
     """A measurement of a peer in its own process."""
-    return process.submit(_asked, options, name, what).result()
+    return process.submit(_asked, what, *arguments).result()
 
 
-def _asked(options: Any, name: str, what: str) -> float:
+def _asked(what: str, *arguments: Any) -> float:
     """The same within that process: what the method `what` of a `Side` returns."""
-    if not _sides:
-        _sides.append(Side(options, PEERS[name], own=False))
-    return float(getattr(_sides[0], what)())
+    return getattr(_peer, what)(*arguments)
 
 
 def peers(options: Any) -> Iterator[Row]:
@@ -233,18 +212,18 @@ def peers(options: Any) -> Iterator[Row]:
             continue
         print(name, file=sys.stderr, flush=True)
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            theirs = partial(_ask, process, options, name)
+            theirs = partial(_ask, process)
             try:
-                their_loss = theirs("first_loss")
+                their_loss = theirs("first_loss", options, peer)
             except ImportError as error:
                 print(f"left out: {error}", file=sys.stderr)
                 continue
             yield {"": name} | _row(options, peer, their_loss, theirs)
 
 
-def _row(options: Any, peer: Peer, their_loss: float, theirs: Callable[[str], float]) -> Row:
-    ours = Side(options, peer, own=True)
-    our_loss = ours.first_loss()
+def _row(options: Any, peer: Peer, their_loss: float, theirs: Callable[..., float]) -> Row:
+    ours = Side()
+    our_loss = ours.first_loss(options, peer, own=True)
     if abs(their_loss / our_loss - 1) > CLOSE:
         raise ConfigError(f"the first losses are {our_loss:.3f} and {their_loss:.3f}: not the same work")
     row = {"MB of a step: ours, theirs": f"{ours.memory():.0f}, {theirs('memory'):.0f}"}

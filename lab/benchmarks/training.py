@@ -36,16 +36,17 @@ def configuration(options: Any, encoding: str | dict[str, Any]) -> Config:
     return trials.configuration(**sections, pe=options_of(encoding))
 
 
+def seconds_of(losses: Iterator[Tensor], steps: int) -> float:
+    """Take some steps of a training, and return the seconds."""
+    start = perf_counter()
+    float(sum(islice(losses, steps)))  # waits for the device, so it belongs to the time
+    return perf_counter() - start
+
+
 def timed(losses: Iterator[Tensor], steps: int) -> Callable[[], float]:
-    """Return a call that takes some steps of a training and returns the seconds; the first ones are made here."""
-
-    def seconds() -> float:
-        start = perf_counter()
-        float(sum(islice(losses, steps)))  # waits for the device, so it belongs to the time
-        return perf_counter() - start
-
-    seconds()  # compiles and warms up
-    return seconds
+    """Return a call of `seconds_of`, after the first steps, which compile and warm up."""
+    seconds_of(losses, steps)
+    return partial(seconds_of, losses, steps)
 
 
 def made(cfg: Config, *, tuned: bool = True) -> tuple[Hardware, Any, GPT]:
