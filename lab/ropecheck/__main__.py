@@ -68,7 +68,6 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--tolerance", type=float, help="of cos and sin (1e-4), or of a server in nats (0.05)")
     args = parser.parse_args(arguments)
-    lines = []
     try:
         match args.target:
             case "model", _, folder:

@@ -133,9 +133,8 @@ def ask(url: str, length: int, new: int) -> tuple[list[int], list[float]]:
         ValueError: the server does not answer with tokens of the tiny model.
     """
     text = "".join(CHARACTERS[token] for token in prompt(length))
-    body = {"model": "tiny", "prompt": text, "max_tokens": new, "temperature": 0.0}
-    content = json.dumps(body | {"logprobs": True, "echo": True}).encode()
-    request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
+    asked = {"model": "tiny", "prompt": text, "max_tokens": new, "temperature": 0.0, "logprobs": True, "echo": True}
+    request = urllib.request.Request(url, json.dumps(asked).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as answer:
         choice = json.load(answer)["choices"][0]
     written = [CHARACTERS.find(character) for character in choice["text"][-new:]]
