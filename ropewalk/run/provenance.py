@@ -58,9 +58,9 @@ def source_state() -> tuple[str | None, str]:
     return commit, git("diff", "HEAD") + "".join(additions)
 
 
-def git(*arguments: str, folder: Path = ROOT) -> str:
-    """Return what a command of git prints in a folder; "" if it fails."""
-    command = ["git", "-C", str(folder), *arguments]
+def git(*arguments: str, folder: Path | None = None) -> str:
+    """Return what a command of git prints in a folder, by default the project's; "" if it fails."""
+    command = ["git", "-C", str(folder or ROOT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
 
 
