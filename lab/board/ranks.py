@@ -81,10 +81,9 @@ def spearman(pairs: np.ndarray) -> np.ndarray:
         return covariance / np.sqrt((deviations**2).sum(axis=1).prod(axis=1))
 
 
-def ends(samples: np.ndarray) -> tuple[float, float]:
+def ends(samples: np.ndarray) -> np.ndarray:
     """The ends of the 95 % interval of `correlations` of one order, or of differences of them."""
-    low, high = np.nanquantile(samples[1:], [0.025, 0.975])
-    return float(low), float(high)
+    return np.nanquantile(samples[1:], [0.025, 0.975])
 
 
 def in_words(samples: np.ndarray) -> str:

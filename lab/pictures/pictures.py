@@ -35,6 +35,7 @@ from model.position.network import for_length, view
 from model.position.ops import sums_to_the_end
 from model.position.relative import Relative
 from model.position.rotary import Rotary
+from ropewalk.api import attend
 from ropewalk.report.plot import LIGHT, LINES, dressed, name_ends, titled
 
 SCORE = 4.0  # of equal queries and keys
@@ -114,13 +115,12 @@ def scores(pe: PositionEncoding, distances: Tensor) -> Tensor:
     heads have those of `LEVELS`. What an encoding makes of the layer's input is made of random inputs.
     """
     length = int(distances.max()) + 1
-    pos = torch.arange(length)
     dim = pe.n_head * pe.head_dim
     x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0))
     x[..., 0] = 1.0
 
     channel = _channel(pe)
-    q = torch.full((1, pe.n_head, 1, pe.head_dim), channel)
+    q = torch.full((1, pe.n_head, length, pe.head_dim), channel)
     k = torch.full((1, pe.n_kv_head, length, pe.head_dim), channel)
     if isinstance(pe, CoPE | StickBreaking):
         # Each head has its level, and so keys of its own.
@@ -129,17 +129,13 @@ def scores(pe: PositionEncoding, distances: Tensor) -> Tensor:
         k = k.expand(-1, pe.n_head, -1, -1) * factors
     if isinstance(pe, Sinusoidal | Learned):
         # Queries and keys are the positions' own vectors.
-        k = pe.embed(torch.zeros(1, length, dim), pos).unflatten(-1, (pe.n_head, -1)).transpose(1, 2)
-        q = k[:, :, -1:]
+        embedded = pe.embed(torch.zeros(1, length, dim), torch.arange(length))
+        q = k = embedded.unflatten(-1, (pe.n_head, -1)).transpose(1, 2)
 
-    ctx = layer.make_context(pe, pos, 1, length)
-    state = pe.state(x)
+    def read(values: Tensor) -> Tensor:
+        return attend(pe, q, k, values, x, embedded=True)
 
-    def attend(values: Tensor) -> Tensor:
-        q_rows, k_rows, v_rows = (x.transpose(1, 2) for x in (q, k, values))  # [1, T, H, D] each
-        return ctx.attend(pe, q_rows, k_rows, v_rows, state, layer=pe).transpose(1, 2)
-
-    by_key = weights_of(attend, torch.zeros_like(k), [0])[0, :, 0]  # [H, length]
+    by_key = weights_of(read, torch.zeros_like(k), [length - 1])[0, :, 0]  # [H, length]
     weights = by_key[:, length - 1 - distances]
     return (weights / weights.amax(-1, keepdim=True)).log()
 
