@@ -87,6 +87,8 @@ def loaded(file: Path) -> frame.Runs:
     if rows.section.nunique() > 1:
         names = runs.runs["name"].str.replace(r"-s\d+$", "", regex=True)
         rows = rows.assign(line=(rows.path.map(names) + " " + rows.reading).str.strip())
+        # Their sections, which are called by a hash, come in the order of these names.
+        rows = rows.assign(section=rows.groupby("section").line.transform("min"))
     return runs._replace(results=rows)
 
 
