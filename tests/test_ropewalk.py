@@ -206,4 +206,4 @@ def test_a_checkpoint_is_looked_at(train, trained):
     assert not torch.equal(ropewalk.load(whole).net.embedding.weight, saved)
 
     with pytest.raises(ValueError, match=r"\[2, 4, 6\]"):
-        ropewalk.load(whole, step=3)
+        ropewalk.load(whole, step=0)
