@@ -235,8 +235,7 @@ CHANGES = [
 @pytest.mark.parametrize(("file", "changes", "message"), CHANGES)
 def test_a_published_tokenizer_that_cannot_be_used_is_named_with_the_reason(tmp_path, file, changes, message):
     published("llama3", tmp_path)
-    values = json.loads((tmp_path / file).read_text())
-    (tmp_path / file).write_text(json.dumps(values | changes))
+    edit(tmp_path / file, **changes)
 
     with pytest.raises(ValueError, match=rf"data\.tokenizer=hf:{tmp_path}.*{message}"):
         HFTokenizer(str(tmp_path))
