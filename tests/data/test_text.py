@@ -138,13 +138,6 @@ def test_patterns_without_a_file_are_named(tmp_path, monkeypatch, pattern, messa
         matching_files(["*.txt", pattern])
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
-    (tmp_path / "wide.txt").write_text("some text", encoding="utf-16")
-
-    with pytest.raises(ValueError, match=r"wide\.txt has NUL bytes or another mark of UTF-16 .* convert"):
-        prepared(tmp_path, tmp_path / "cache")
-
-
 TEXTS = [f"row {i} " + "wörd " * (i % 7) for i in range(50)]
 OTHERS = [None, "", "NA", "null", "nan", "a\r\nb", ' "quoted", with a comma', "\u2028 \x0b", "é" * 200_000]
 ROWS = [{"text": text, "number": number} for number, text in enumerate(TEXTS + OTHERS)]
