@@ -120,20 +120,17 @@ def over_budget(root: Path) -> dict[str, int]:
 def missing_from_map(root: Path) -> list[str]:
     """Rooms and files that CONTRIBUTING's map names and the tree lacks, and rooms that the map does not name."""
     text = (root / "CONTRIBUTING.md").read_text().split("## Map")[1]
-    lines = text.split("```")[1].strip().splitlines()
-    named = {}
-    room = parent = root
-    for line in lines:
-        first = re.match(r"( *)([\w.]+)/? {2,}", line)
-        if first and len(first[1]) < 4:
-            parent = root / first[2] if not first[1] else parent
-            room = root / first[2] if not first[1] else parent / first[2]
-            named[room] = set()
-        named[room] |= set(re.findall(r"\b\w+\.py\b", line))
-    wrong = [str(place.relative_to(root)) for place in named if not place.exists()]
-    for place, files in named.items():
-        folder = root if place.is_file() else place
-        wrong += [f"{place.name}/{file}" for file in sorted(files) if not any(folder.rglob(file))]
+    text = re.sub(r"\n {6,}", " ", text.split("```")[1])  # lines that go on
+    wrong = []
+    named = set()
+    outer = root
+    for indent, room, files in re.findall(r"^( *)([\w.]+)/? +(.*)$", text, re.MULTILINE):
+        place = outer / room if indent else root / room
+        outer = outer if indent else place
+        named.add(place)
+        if not place.exists():
+            wrong.append(str(place.relative_to(root)))
+        wrong += [f"{room}/{file}" for file in re.findall(r"\b\w+\.py\b", files) if not any(place.rglob(file))]
     rooms = {path.parent for path in files_of(root, *CORE, "lab", "scripts") if path.parent != root}
     rooms = {path for path in rooms if len(path.relative_to(root).parts) < 3}
     unnamed = [path for path in rooms if path not in named and f"{path.name}/" not in text]
@@ -189,4 +186,4 @@ def test_a_name_that_the_tree_lacks_and_a_room_that_the_map_lacks_are_found(tmp_
         (tmp_path / room).mkdir()
         (tmp_path / room / "a.py").touch()
     (tmp_path / "CONTRIBUTING.md").write_text("## Map\n\n```\nmodel/    a.py one; b.py two\ndata/     c.py\n```\n")
-    assert missing_from_map(tmp_path) == ["data", "model/b.py", "data/c.py", "lab"]
+    assert missing_from_map(tmp_path) == ["model/b.py", "data", "data/c.py", "lab"]

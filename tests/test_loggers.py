@@ -29,7 +29,7 @@ def _nobody_is_logged_in(monkeypatch, tmp_path):
 
 
 def wandb_records(run):
-    """What wandb would upload of its only offline run: protobuf messages in the log format of LevelDB."""
+    """Yield what wandb would upload of its only offline run: protobuf messages in the log format of LevelDB."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -40,13 +40,11 @@ def wandb_records(run):
     data = path.read_bytes()
     assert len(data) < 2**15
     place = 7
-    records = []
     while place < len(data):
         start = place + 7
         (length,) = struct.unpack_from("<H", data, place + 4)
         place = start + length
-        records.append(Record.FromString(data[start:place]))
-    return records
+        yield Record.FromString(data[start:place])
 
 
 def items_of(record) -> dict:
