@@ -181,7 +181,7 @@ def test_a_planted_statement_too_many_is_found(house):
     assert over_budget(house) == {("train.py",): 211}
 
 
-def test_a_name_that_the_tree_lacks_and_a_room_that_the_map_lacks_are_found(tmp_path):
+def test_differences_of_map_and_tree_are_found(tmp_path):
     for room in ("model", "lab"):
         (tmp_path / room).mkdir()
         (tmp_path / room / "a.py").touch()

@@ -45,7 +45,7 @@ def changed(values, key, value):
     return values | {first: value}
 
 
-def test_a_letter_too_many_in_a_key_and_a_value_of_another_type_are_found():
+def test_misspelt_keys_and_values_of_another_type_are_found():
     values = train_values("logger=wandb", "pe=yarn")
     for key in flatten(values):
         with pytest.raises(ValueError, match=f"{key}z: no such key; "):

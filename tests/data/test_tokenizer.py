@@ -241,7 +241,7 @@ def test_a_published_tokenizer_that_cannot_be_used_is_named_with_the_reason(tmp_
         HFTokenizer(str(tmp_path))
 
 
-def test_a_vocabulary_is_trained_on_the_training_split_alone_and_is_the_same_again(tmp_path):
+def test_a_vocabulary_is_trained_on_the_training_split_alone(tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
     val = documents_of(prepared(corpus, tmp_path / "plain"), "val")
     for path in corpus.rglob("*.txt"):

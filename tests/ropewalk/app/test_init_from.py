@@ -5,7 +5,7 @@ from ropewalk.app.init_from import opened
 OPTIONS = ["pe=rope", "trainer.keep_checkpoints=9", "eval.variants=[]", "eval.lengths=[1]"]
 
 
-def test_a_checkpoint_of_an_extended_model_has_the_length_that_it_was_extended_to(trained):
+def test_a_checkpoint_of_an_extended_model_has_its_new_length(trained):
     base = trained(*OPTIONS, name="base")
     longer = trained(*OPTIONS, f"init_from={base}", "train_len=32", name="longer")
     finished = opened(longer, step=4).description

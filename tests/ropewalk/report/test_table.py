@@ -313,7 +313,7 @@ def test_a_line_that_diverged_is_last_and_tied_with_none(tmp_path):
         {"nats": None},
     ],
 )
-def test_a_run_is_left_out_that_is_damaged_or_measured_on_other_texts_than_its_settings_say(tmp_path, changed):
+def test_a_damaged_run_or_one_of_other_texts_is_left_out(tmp_path, changed):
     """Most are right, not the first by name."""
     sound = {"bytes": [64] * TEXTS, "documents": [n % 12 for n in range(TEXTS)]}
     for pe, part in {"alibi": sound | changed, "fox": sound, "rope": sound}.items():
