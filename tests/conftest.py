@@ -4,7 +4,6 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; Triton reads it when PyTorch imports it
 
-import functools
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -13,9 +12,9 @@ import pytest
 import torch
 import yaml
 from hypothesis import settings
-from omegaconf import OmegaConf
 from triton_interpreter import prepare_once
 
+from conf.options import encoding_names, options_of
 from conf.schema import GPTConfig
 from model import position
 from model.gpt import GPT
@@ -35,30 +34,22 @@ settings.register_profile("ropewalk", deadline=None, derandomize=True)  # no tes
 settings.load_profile("ropewalk")
 
 REPORT = page.html
-read_yaml = functools.cache(OmegaConf.load)
 ROOT = Path(__file__).resolve().parents[1]
 LONG_ROOMS = {"lab", "hf", "report"}  # of tests: kernels, transformers, pages in a browser
-YAMLS = {path.stem: read_yaml(path) for path in sorted((ROOT / "conf" / "pe").glob("*.yaml"))}
+YAMLS = {name: options_of("pe", name) for name in encoding_names()}
 PRESETS = [name for name in YAMLS if "pattern" in YAMLS[name] and name != "hybrid"]  # patterns, which it stands for
 ENCODINGS = [name for name in YAMLS if name not in PRESETS]
 
 
-def group_options(group: str, name: str) -> dict:
-    """The options in conf/`group`/`name`.yaml, over those that it inherits."""
-    values = OmegaConf.to_container(read_yaml(ROOT / "conf" / group / f"{name}.yaml"))
-    values = values.get(group, values)  # data bring settings of other groups, too
-    for parent in values.pop("defaults", []):
-        if parent != "_self_":
-            values = group_options(group, parent) | values
-    return values
-
-
-data_options = functools.partial(group_options, "data")
+def data_options(name: str) -> dict:
+    """The options in conf/data/`name`.yaml, without its settings of other groups."""
+    values = options_of("data", name)
+    return values.get("data", values)
 
 
 def pe_options(pe: str, **options) -> dict:
     """The options in conf/pe/`pe`.yaml, the parts of a pattern filled in, with some replaced."""
-    own = group_options("pe", pe)
+    own = YAMLS[pe]
     if "pattern" in options and "pattern" not in own:  # a pattern has nothing but its parts
         own = {"name": pe}
     merged = own | options

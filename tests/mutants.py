@@ -15,14 +15,12 @@ import os
 import random
 import resource
 import shutil
-import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib import import_module
+from functools import partial
 from pathlib import Path
-
-import pytest
 
 SWAPS = {
     ast.Lt: ast.LtE,
@@ -46,7 +44,7 @@ SKIPPED = (
     ast.arg,
     ast.AnnAssign,
 )
-HEAVY = ("torch", "lightning.fabric", "transformers", "datasets", "pandas", "scipy.stats", "hypothesis", "hydra")
+PYTEST = (sys.executable, "-m", "pytest", "-x", "-pno:cacheprovider", "-pno:xdist")
 SECONDS = 600  # after which tests count as failed
 MEMORY = 2**33  # bytes: a change may ask for any number of them
 
@@ -86,17 +84,14 @@ def places(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def passes(tests: str) -> bool:
-    """Run tests in a fork, which begins with the heavy libraries imported."""
-    child = os.fork()
-    if not child:
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-        signal.alarm(SECONDS)  # ends the process, also within a library; pytest-timeout would take the alarm
-        output = os.open("output.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os._exit(pytest.main(["-x", "-pno:timeout", "-pno:cacheprovider", "-pno:xdist", tests]))
-    _, status = os.waitpid(child, 0)
-    return status == 0
+    """Run tests in a process of their own."""
+    limit = partial(resource.setrlimit, resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    with open("output.log", "w") as output:
+        try:
+            ended = subprocess.run([*PYTEST, tests], stdout=output, stderr=output, preexec_fn=limit, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
+    return ended.returncode == 0
 
 
 def report(folder: str, seed: int, number: int) -> None:
@@ -131,11 +126,7 @@ def main() -> None:
         project = f"{folder}/project"
         shutil.copytree(".", project, ignore=shutil.ignore_patterns(".*", "runs", "prepared", "corpus", "build"))
         os.chdir(project)
-        sys.path[:0] = [project, f"{project}/tests"]
-        sys.dont_write_bytecode = True  # two changes within a second would be taken for each other
-        os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        for module in HEAVY:
-            import_module(module)
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # two changes within a second would be taken for each other
         for room in args.folders:
             if not passes(f"tests/{room}"):
                 sys.exit(f"the tests fail as they are: {Path('output.log').read_text()}")

@@ -72,6 +72,11 @@ class Texts:
         return None
 
 
+TOKEN_BYTES = torch.arange(50) % 4
+DATA = Texts(np.random.default_rng(0).integers(0, 50, (5, 129)))  # five texts of a vocabulary of 50 tokens
+DATA.token_bytes = TOKEN_BYTES
+
+
 def results_of(plan, net, token_bytes=None):
     """What a network measures by all jobs of a plan."""
     score = Scorer(net, token_bytes=token_bytes)

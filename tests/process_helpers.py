@@ -156,7 +156,11 @@ def start_ranks(arguments: list[str], output: Path, *actions: Callable[[], None]
 
 def together(*arguments: Any) -> list[int]:
     """`start_ranks` and wait: their exit codes."""
-    processes = start_ranks(*arguments)
+    return ended(start_ranks(*arguments))
+
+
+def ended(processes: list[ForkServerProcess]) -> list[int]:
+    """Wait until processes have ended: their exit codes."""
     try:
         for process in processes:
             process.join()

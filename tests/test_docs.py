@@ -1,7 +1,9 @@
-"""README and docs/: links lead somewhere, commands are valid, tables and the picture follow from the results."""
+"""README and docs/: links lead somewhere, commands and code run, tables and the picture follow from the results."""
 
+import ast
 import inspect
 import json
+import os
 import re
 import shlex
 import shutil
@@ -14,9 +16,11 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import transformers
-from conftest import ROOT, outcome_of, tokens, write_knots
+from conftest import ROOT, outcome_of, snapshot, tokens, write_knots
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+import ropewalk
 from conf.schema import parse
 from docs import results
 from lab.board import tries
@@ -28,12 +32,6 @@ from ropewalk.evaluation.results import load_all
 
 LOG = sorted(ROOT.glob("docs/log/*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *LOG]
-RESULTS = [
-    ROOT / "README.md",
-    ROOT / "docs/gain.svg",
-    *LOG,
-    *ROOT.glob("docs/results/*"),
-]
 # Commands that are not checked here, by how they begin, and why.
 NOT_CHECKED = {
     "python -m": "runs the tests or what they test",
@@ -162,20 +160,18 @@ def test_commands_are_valid(command):
 
 @pytest.mark.long
 def test_tables_and_picture_follow_from_the_results(tmp_path):
-    for path in RESULTS:
-        copy = tmp_path / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
-        if path.suffix == ".md":  # without its tables
-            text = re.sub("(-- made by .*? -->).*?(?=<!-- end)", r"\1\n", copy.read_text(), flags=re.DOTALL)
-            copy.write_text(text)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    for page in [tmp_path / "README.md", *tmp_path.glob("docs/log/*.md")]:
+        without_tables = re.sub("(-- made by .*? -->).*?(?=<!-- end)", r"\1\n", page.read_text(), flags=re.DOTALL)
+        page.write_text(without_tables)
     (tmp_path / "docs/gain.svg").unlink()
 
     results.main([], tmp_path)
 
-    for path in RESULTS:
-        copy = tmp_path / path.relative_to(ROOT)
-        assert copy.read_bytes() == path.read_bytes(), f"run python docs/results.py: {path.name}"
+    for path, content in snapshot(tmp_path).items():
+        original = ROOT / path.relative_to(tmp_path)
+        assert content == original.read_bytes(), f"run python docs/results.py: {path.name}"
 
 
 @pytest.mark.long
@@ -250,3 +246,64 @@ def test_lines_of_one_label_on_several_kinds_of_texts_are_told_apart():
     sections = results.loaded([folder / "nope.parquet", folder / "code.parquet"]).results.groupby("line").section
     assert sections.nunique().max() == 1
     assert {"nope", "nope-code"} <= set(sections.groups)
+
+
+# A program of the user's own.
+OWN_PROGRAM = (ROOT / "docs" / "own_program.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", OWN_PROGRAM, re.MULTILINE | re.DOTALL)
+PROGRAM = next(block for block in BLOCKS if block.startswith("# study.py"))
+
+
+@pytest.mark.long
+def test_code_of_the_page_on_own_programs_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in BLOCKS:
+        if block != PROGRAM:
+            exec(block, names)
+
+    runs = {path.parent.name for path in tmp_path.glob("runs/*/training.json")}
+
+    assert runs == {"first", "rope-lr0.001", "rope-lr0.004", "trial-0", "trial-1"}
+    assert names["study"].best_value == min(trial.value for trial in names["study"].trials)
+    assert not GlobalHydra.instance().is_initialized()
+
+
+@pytest.mark.long
+def test_a_hydra_program_of_the_users_trains(tmp_path):
+    (conf,) = re.findall(r"^```yaml\n(.*?)^```$", OWN_PROGRAM, re.MULTILINE | re.DOTALL)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "study.yaml").write_text(conf)
+    program = PROGRAM.replace("def main(config):\n", "def main(config):\n" + BEFORE).replace("\n\n\nmain()", AFTER)
+    (tmp_path / "study.py").write_text(program)
+    options = ast.literal_eval(re.search(r"SMALL = (\[.*?\n\])", OWN_PROGRAM, re.DOTALL)[1])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "study.py", "pe=rope", *options], cwd=tmp_path, env=environment, check=True)
+
+    assert {path.parent.name for path in tmp_path.glob("runs/*/training.json")} == {"study", "other"}
+
+
+BEFORE = """    from hydra.core.hydra_config import HydraConfig
+    before = HydraConfig.get()
+"""
+AFTER = """
+    assert HydraConfig.get() is before
+
+
+main()
+"""
+
+
+def test_a_file_that_hides_train_py_is_named(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("raise AssertionError('it runs again')")
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/train.py, not Ropewalk's: give that file another name"):
+        ropewalk.train("pe=rope", "data=markov")
+
+
+@pytest.mark.parametrize(("overrides", "options"), [((["pe=rope"],), {}), ((), {"config": {"pe": "rope"}})])
+def test_train_says_which_argument_has_another_type(overrides, options):
+    """A list in place of its strings, a dictionary in place of what Hydra composes."""
+    with pytest.raises(ValueError, match="Input should be"):
+        ropewalk.train(*overrides, **options)

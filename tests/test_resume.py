@@ -96,17 +96,19 @@ def test_checkpoints_by_the_clock(train):
     assert steps_in(train.runs / "rope-text" / "checkpoints") == [3, 4, 5, 6]
 
 
+SHORT = ("pe=rope", "eval.lengths=[1]", "eval.variants=[]")
+
+
 def test_what_killed_writes_left_is_removed(trained):
     """Files as large as the model, and hidden: see `atomic_write`; and a checkpoint beyond those to keep."""
-    options = "pe=rope", "eval.lengths=[1]", "eval.variants=[]"
-    run = trained(*options, "trainer.keep_checkpoints=3")
+    run = trained(*SHORT, "trainer.keep_checkpoints=3")
 
     assert steps_in(run / "checkpoints") == [2, 4, 6]
 
     for name in (".model.safetensors.0a0a0a0a.tmp", "evals/.lengths.json.0a0a0a0a.tmp"):
         (run / name).touch()
     (run / "training.json").unlink()
-    trained(*options, "trainer.keep_checkpoints=1")
+    trained(*SHORT, "trainer.keep_checkpoints=1")
 
     assert not list(run.rglob("*.tmp"))
     assert steps_in(run / "checkpoints") == [6]
@@ -205,3 +207,32 @@ def test_changed_and_deleted_data_are_refused(train, run):
 
     assert "matches no file" in train("pe=rope", code=2).err
     assert snapshot(run) == before
+
+
+def test_a_launcher_that_waits_for_sigusr2_gets_it_after_a_checkpoint(train, monkeypatch):
+    """As submitit, whose handler requeues the job and ends the process."""
+    checkpoints = []
+
+    def requeue(number, frame):
+        checkpoints.extend(path.name for path in train.runs.glob("*/checkpoints/*"))
+        raise SystemExit(-1)
+
+    old = signal.signal(signal.SIGUSR2, requeue)
+    try:
+        with On("ropewalk.run.directory.RunDir.append", 2, partial(signal.raise_signal, signal.SIGUSR2)):
+            train(*SHORT, code=None)
+    finally:
+        signal.signal(signal.SIGUSR2, old)
+
+    assert checkpoints
+    assert not (train.runs / "rope-text" / "training.json").exists()
+
+    assert "resuming" in train(*SHORT).out
+
+
+def test_a_time_limit_stops_after_a_checkpoint_and_the_same_command_resumes(train):
+    outcome = train(*SHORT, "trainer.time_limit=1e-9", code=75)
+
+    assert "SIGALRM: stopped after step 1; " in outcome.out
+    assert "resuming" in train(*SHORT).out
+    assert (train.runs / "rope-text" / "training.json").exists()

@@ -1,19 +1,25 @@
-"""A sweep: its jobs are the runs one by one, mistakes end it before any work, failures are named and skipped."""
+"""A sweep: its jobs are the runs one by one, mistakes end it before any work, failures are named and skipped.
+
+Also by engines of others: Hydra's launchers, and optuna, which searches.
+"""
 
 import os
 import signal
+import subprocess
 import sys
 from functools import partial
 
 import pytest
-from conftest import rows_of
+import yaml
+from conftest import ROOT, rows_of
 from differences import differences
 from process_helpers import On, power_cut, terminated
 
 from ropewalk.app import side_by_side
 from ropewalk.app.configure import train_values
-from ropewalk.app.resolve import resolve
-from ropewalk.run.directory import read_config
+from ropewalk.app.resolve import load_config, resolve
+from ropewalk.evaluation.objective import objective
+from ropewalk.run.directory import RunDir, read_config
 
 SHORT = ("eval.lengths=[1,2]", "eval.variants=[]")
 ROW = "ropewalk.run.directory.RunDir.append"  # called five times in a run: call 8 is for step 3 of the second
@@ -161,3 +167,36 @@ def test_a_signal_stops_what_trains_side_by_side(train, options, begun):
 
 def _on_two_cores():
     os.sched_setaffinity(0, [*os.sched_getaffinity(0)][:2])
+
+
+def sweep(train, *options):
+    """A sweep in a process of its own: some launchers leave processes behind in that of the tests."""
+    command = [sys.executable, "train.py", *train.complete("-m", *SHORT, *options)]
+    command = [word for word in command if word != "hydra/launcher=basic"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+
+
+def runs_of(train):
+    return {path.parent.name: RunDir(load_config(path.parent)) for path in train.runs.glob("*/training.json")}
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("joblib", marks=pytest.mark.slow), "submitit_local"])
+def test_other_launchers_run_a_sweep(train, launcher):
+    sweep(train, f"hydra/launcher={launcher}", "pe=rope,nope")
+
+    assert {*runs_of(train)} == {"rope-text", "nope-text"}
+
+
+def test_optuna_gets_the_loss_of_each_run(train):
+    search = [
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=2",
+        "hydra.sweeper.n_jobs=2",
+        "hydra.sweeper.sampler.seed=1",
+    ]
+    sweep(train, *search, "optim.lr=interval(1e-4,1e-2)", "name='lr${optim.lr}'", "pe=rope", "objective=1")
+    found = yaml.safe_load((train.runs / ".sweep" / "optimization_results.yaml").read_text())
+    losses = {run.cfg.optim.lr: objective(run) for run in runs_of(train).values()}
+
+    assert len(losses) == 2
+    assert found["best_value"] == min(losses.values()) == losses[found["best_params"]["optim.lr"]]

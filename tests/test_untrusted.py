@@ -9,7 +9,6 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-import yaml
 from conftest import edit, snapshot
 
 from data.base import build_data
@@ -112,9 +111,8 @@ def test_the_data_of_a_run_run_nothing_and_send_no_request(stranger, script, mar
     (folder / "rows.json").write_bytes(pickle.dumps(Bomb(mark)))
     (folder / "evil.py").write_text(f"open({str(mark)!r}, 'w')")
     options = json.loads(json.dumps(SOURCES[kind]).replace("{folder}", str(folder)).replace("{server}", server))
-    config = yaml.safe_load((stranger / "config.yaml").read_text())
-    config["data"] = {"name": "hf", "_target_": "data.text.HuggingFace", "tokenizer": "bytes"} | options
-    (stranger / "config.yaml").write_text(yaml.safe_dump(config))
+    data = {"name": "hf", "_target_": "data.text.HuggingFace", "tokenizer": "bytes"} | options
+    edit(stranger / "config.yaml", data=data)
 
     assert "error: data." in script(evaluate, f"run={stranger}", f"cache_dir={tmp_path / 'other'}", code=2).err
 

@@ -23,7 +23,7 @@ def page(tmp_path):
     assert os.listdir(tmp_path) == ["page.html"]
 
 
-def test_of_two_who_write_a_file_at_once_the_last_to_end_has_written_it(page):
+def test_of_two_writers_of_a_file_the_last_to_end_wins(page):
     with atomic_write(page) as first:
         first.write(b"first, and longer")
         write_text(page, "second")

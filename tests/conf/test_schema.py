@@ -6,9 +6,13 @@ import yaml
 from conftest import ROOT
 
 from conf.errors import flatten
+from conf.options import encoding
+from conf.schema import GPTConfig
+from data.base import IGNORE_INDEX, build_data
 from model.gpt import GPT
-from ropewalk.app.configure import train_values
-from ropewalk.app.resolve import check, resolve
+from ropewalk.app.compose import composed
+from ropewalk.app.configure import configure, train_values
+from ropewalk.app.resolve import check, resolve, resolve_encoding, variants
 
 REQUIRED = {"text": ["data.files=*.txt"], "hf": ["data.path=parquet"]}
 CHOICES = [(path.parent.name, path.stem) for path in sorted((ROOT / "conf").glob("*/*.yaml"))]
@@ -41,7 +45,7 @@ def changed(values, key, value):
     return values | {first: value}
 
 
-def test_a_letter_too_many_in_a_key_and_a_value_of_another_type_are_found():
+def test_misspelt_keys_and_values_of_another_type_are_found():
     values = train_values("logger=wandb", "pe=yarn")
     for key in flatten(values):
         with pytest.raises(ValueError, match=f"{key}z: no such key; "):
@@ -77,3 +81,91 @@ def test_variants_are_resolved():
 def test_a_quarter_of_the_shortest_text_is_scored_unless_asked_otherwise():
     assert check(train_values("train_len=64", "eval.lengths=[4,0.5]")).target_tokens == 8
     assert check(train_values("eval.target_tokens=5")).target_tokens == 5
+
+
+MODEL = GPTConfig(n_layer=2, n_head=2, dim=16).model_dump()
+
+
+def read(trained, wanted):
+    pe, _ = resolve_encoding(encoding(trained), GPTConfig(**MODEL), 16)
+    description = {"model": MODEL, "pe": pe, "train_len": 16, "original_len": 16}
+    return variants(description, [wanted])
+
+
+@pytest.mark.parametrize(
+    ("trained", "wanted"),
+    [
+        ("relative", {"pe": "relative", "max_distance": 3}),
+        ("relative", {"pe": "relative_capped", "max_distance": 3}),
+        ("cope", {"pe": "cope", "npos_max": 8}),
+        ("cope", {"pe": "cope", "shared": True}),
+        ("cope", {"pe": "cope", "gates": "projection"}),
+        ("t5", {"pe": "t5", "num_buckets": 8}),
+    ],
+)
+def test_options_that_change_the_parameters_cannot_read_them(trained, wanted):
+    """They would be read under the new name all the same, since their names fit."""
+    with pytest.raises(ValueError, match="whose parameters have other names or shapes; fine-tune"):
+        read(trained, wanted)
+
+
+FOLDER = ROOT / "conf" / "experiment"
+EXPERIMENTS = sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.yaml"))
+DATA = sorted(path.stem for path in (ROOT / "conf" / "data").glob("*.yaml") if "@package" in path.read_text())
+
+
+@pytest.fixture
+def text(tmp_path) -> dict:
+    """Options of a text of ours, in place of a download."""
+    lines = [f"{i} knots in a rope\n" for i in range(8_000)]
+    (tmp_path / "corpus.txt").write_text("".join(lines))
+    return {
+        "name": "text",
+        "_target_": "data.text.TextFiles",
+        "files": f"{tmp_path}/*.txt",
+        "tokenizer": "bytes",
+        "cache_dir": str(tmp_path / "cache"),
+        "val_fraction": 0.5,
+        "document_bytes": 16_384,
+    }
+
+
+@pytest.mark.parametrize(
+    "option", [*(f"experiment={name}" for name in EXPERIMENTS), *(f"data={name}" for name in DATA)]
+)
+def test_every_experiment_has_samples(option, text):
+    """At the length of training, and at every length it is measured at."""
+    with composed("train", option) as values:
+        cfg = configure(values)
+    is_text = "data.text." in cfg.data["_target_"]
+    data = build_data(text if is_text else cfg.data)
+    data.prepare()
+    x, y = data.train_batch([0, 1], cfg.train_len, cfg.seed)
+
+    assert x.shape == y.shape == (2, cfg.train_len)
+
+    sets = data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=2)
+
+    assert {part.length for part in sets} == set(cfg.lengths)
+
+    for part in [*sets, data.validation(cfg.train_len, cfg.trainer.val_tokens)]:
+        _, y = part.batch(0, 1)
+
+        assert (y != IGNORE_INDEX).any()
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data_bring_settings_beneath_an_experiment_and_the_command_line(name):
+    own = train_values(f"data={name}")
+    steps = own["trainer"]["max_steps"]
+
+    assert steps != train_values()["trainer"]["max_steps"]
+
+    own["trainer"]["max_steps"] = 5
+
+    assert train_values(f"data={name}", "trainer.max_steps=5") == own
+
+    quick = train_values(f"data={name}", "experiment=quick")
+
+    assert quick["trainer"]["max_steps"] == 100
+    assert quick["optim"]["lr"] == own["optim"]["lr"]

@@ -69,7 +69,7 @@ def write_lines(path, n=100):
     path.write_text("".join(f"{path} {number}\n" for number in range(n)))
 
 
-def test_documents_of_one_file_are_on_one_side_unless_there_is_only_one_file(tmp_path):
+def test_documents_of_one_of_several_files_are_on_one_side(tmp_path):
     paths = [tmp_path / f"{i}.txt" for i in range(30)]
     for path in paths:
         write_lines(path)
@@ -138,13 +138,6 @@ def test_patterns_without_a_file_are_named(tmp_path, monkeypatch, pattern, messa
         matching_files(["*.txt", pattern])
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
-    (tmp_path / "wide.txt").write_text("some text", encoding="utf-16")
-
-    with pytest.raises(ValueError, match=r"wide\.txt has NUL bytes or another mark of UTF-16 .* convert"):
-        prepared(tmp_path, tmp_path / "cache")
-
-
 TEXTS = [f"row {i} " + "wörd " * (i % 7) for i in range(50)]
 OTHERS = [None, "", "NA", "null", "nan", "a\r\nb", ' "quoted", with a comma', "\u2028 \x0b", "é" * 200_000]
 ROWS = [{"text": text, "number": number} for number, text in enumerate(TEXTS + OTHERS)]
@@ -199,7 +192,7 @@ FILES = ["a.parquet", "a.arrow", "a.csv", "a.csv.gz", "a.json", "a.jsonl", "a.js
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_row_of_a_file_is_a_document_and_those_without_text_are_counted(tmp_path, name):
+def test_rows_are_documents_and_those_without_text_are_counted(tmp_path, name):
     """A text that looks like a missing value is a text, and its line ends are part of it."""
     write_rows(tmp_path / name, ROWS)
     kind = name.partition(".")[2].split(".")[0].removesuffix("l")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ENCODINGS, PRESETS, build_gpt, gradients_of, read_at
-from process_helpers import CONTEXT
+from process_helpers import CONTEXT, ended
 
 from model.gpt import GPT
 from model.layout import IGNORE_INDEX, WHOLE
@@ -88,14 +88,9 @@ def measure(rank: int, world: int, length: int, folder: Path) -> None:
 def test_ranks_that_share_a_text_have_the_loss_and_gradients_of_one(tmp_path, world, length):
     """Of texts that cannot be cut into equal pieces; the pieces of the longest are longer than a block of queries."""
     ranks = [CONTEXT.Process(target=measure, args=(rank, world, length, tmp_path)) for rank in range(world)]
-    try:
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-    finally:  # also after a timeout
-        for process in ranks:
-            process.kill()
+    for process in ranks:
+        process.start()
+    ended(ranks)
     for rank in range(world):
         errors = json.loads((tmp_path / str(rank)).read_text())
         assert errors.keys() == CASES.keys()

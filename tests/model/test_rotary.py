@@ -188,7 +188,7 @@ def test_clipped_rope_fades_out_the_frequencies_that_p_rope_drops():
     assert_close(pe.frequencies(64), theta * kept_shares / 2, rtol=1e-6, atol=0)
 
 
-def test_p_rope_at_auto_keeps_the_frequencies_that_make_a_full_turn_in_training():
+def test_p_rope_at_auto_keeps_what_turns_fully_in_training():
     """Also where a longer training extends it."""
     theta = 10_000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
     for length in (8, 64, 300, 100_000):

@@ -1,10 +1,8 @@
 """A trained model on disk: what was changed in its files is refused, and no file is read without an end."""
 
-import json
-
 import pytest
 import torch
-from conftest import build_gpt, pe_options
+from conftest import build_gpt, edit, pe_options
 
 from model import serialization
 
@@ -36,9 +34,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize("key", ["train_len", "original_len"])
 @pytest.mark.parametrize("value", [0, 16.5, 2**31])
 def test_lengths_out_of_range_are_refused(folder, key, value):
-    path = folder / serialization.DESCRIPTION
-    described = json.loads(path.read_text())
-    path.write_text(json.dumps(described | {"checksum": None, key: value}))
+    edit(folder / serialization.DESCRIPTION, **{key: value})
 
     with pytest.raises(ValueError, match=f"train_len={value} must be a whole number from 1"):
         serialization.describe(folder)
@@ -46,10 +42,7 @@ def test_lengths_out_of_range_are_refused(folder, key, value):
 
 def test_an_original_length_without_a_checksum_is_not_believed_without_a_word(folder, capsys):
     """Scalings count from it, so that a damaged one gives other results. Older versions wrote no checksum."""
-    path = folder / serialization.DESCRIPTION
-    described = json.loads(path.read_text())
-    del described["checksum"]
-    path.write_text(json.dumps(described | {"original_len": 49}))
+    edit(folder / serialization.DESCRIPTION, original_len=49)
 
     assert serialization.describe(folder)["original_len"] == 49
     assert "is of an older version, without a checksum: its original_len=49 is trusted" in capsys.readouterr().out

@@ -102,7 +102,7 @@ MISTAKES = {
     "data.files=*.txt": "train.py init_from=RUN trainer.max_steps=0 data=",
     "model=tiny": "model: no such key",
     "run=none": "none is not a run directory",
-    "device=cuda": "accelerator cuda is not available here",
+    "device=cuda": "accelerator cuda is not available here; choose auto or: ",
 }
 
 

@@ -25,7 +25,7 @@ def build(name, **options):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_every_difficulty_and_length_has_an_eval_set_with_the_labels_that_its_symbols_imply(name):
+def test_eval_sets_have_the_labels_that_their_symbols_imply(name):
     task = build(name)
     n = 300
     lengths = [LENGTH, 2 * LENGTH]
@@ -88,7 +88,7 @@ OPTIONS = {
     length=st.integers(0, 50),
     seed=st.integers(0, 9),
 )
-def test_with_any_options_labels_are_what_the_symbols_imply_or_the_length_is_refused(name, draw, length, seed):
+def test_labels_are_right_with_any_options_or_the_length_is_refused(name, draw, length, seed):
     options = {key: draw.draw(values, key) for key, values in OPTIONS[name].items()}
     task = build(name, **options)
     difficulty = draw.draw(st.sampled_from(task.difficulties))
@@ -122,7 +122,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("name", "options", "lengths"), LIMITS)
-def test_a_length_at_which_a_task_is_impossible_is_refused_and_the_next_one_is_not(name, options, lengths):
+def test_lengths_at_which_a_task_is_impossible_are_refused(name, options, lengths):
     task = build(name, **options)
     impossible, possible = lengths
     for difficulty in task.difficulties:

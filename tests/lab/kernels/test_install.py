@@ -5,8 +5,9 @@ import os
 import own_bias
 import pytest
 import torch
-from conftest import ROOT, at_last_scale, attend, build_gpt, build_pe, gradients_of, normal, read_yaml, tokens
+from conftest import at_last_scale, attend, build_gpt, build_pe, gradients_of, normal, tokens
 
+from conf.options import options_of
 from conf.schema import Trainer
 from model import position
 from model.layout import PackedContext
@@ -19,7 +20,7 @@ from lab import kernels
 from lab.kernels import check
 
 END = 49
-TRAINER = Trainer(**read_yaml(ROOT / "conf" / "trainer" / "default.yaml"))
+TRAINER = Trainer(**options_of("trainer", "default"))
 T = 40
 SMALL = {"n_head": 2, "n_kv_head": 1, "dim": 32}
 SHAPE = position.Shape(

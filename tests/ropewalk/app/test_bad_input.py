@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import yaml
@@ -9,6 +10,7 @@ from conftest import ROOT, snapshot
 
 import train as program
 from conf.options import CONF_DIR, comments
+from ropewalk.app.compose import composed, plain, quoted
 from ropewalk.app.configure import train_values
 
 UNSAID = {"_target_", "defaults", "experiment"}
@@ -208,3 +210,15 @@ def test_a_misspelt_key_is_answered_without_importing_pytorch(program):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert "keyz: no such key" in done.stderr
+
+
+PIECES = ["\\", "'", "${oc.env:SECRET}", "${", "$", "}", " ", "\n"]
+
+
+def test_text_stands_for_itself(monkeypatch):
+    """All orders of three pieces that Hydra or OmegaConf read as something else."""
+    monkeypatch.setenv("SECRET", "hunter2")
+    texts = ["".join(pieces) for pieces in product(PIECES, repeat=3)]
+    overrides = [f"+texts.t{i}={quoted(text)}" for i, text in enumerate(texts)]
+    with composed("report", *overrides) as config:
+        assert [*plain(config)["texts"].values()] == texts

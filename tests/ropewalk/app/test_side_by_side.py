@@ -2,13 +2,17 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 import torch
+from conftest import ROOT
 
-from ropewalk.app.side_by_side import RESULT, places_of, run_all
+from ropewalk.app.side_by_side import LAUNCHER, RESULT, places_of, run_all
+from ropewalk.run.stop import PARENT
 
 SAYS = "import os; os.write(int(os.environ['ROPEWALK_RESULT']), os.environ.get('CUDA_VISIBLE_DEVICES', '-').encode())"
 ENDS = {
@@ -103,3 +107,10 @@ def test_a_signal_stops_all_after_a_checkpoint(tmp_path, capsys, name, code):
     assert f"{name}: waiting for 2 to write a checkpoint" in said
     assert f"{name}: stopped, 0 of 3 had ended; rerun the same command to resume" in said
     assert RESULT not in os.environ
+
+
+@pytest.mark.parametrize("variable", [LAUNCHER, PARENT])
+def test_a_process_whose_starter_is_gone_ends_before_it_has_imported_anything(variable):
+    command = [sys.executable, "train.py", "--help"]
+    ended = subprocess.run(command, cwd=ROOT, env=os.environ | {variable: "1"}, capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, b"")

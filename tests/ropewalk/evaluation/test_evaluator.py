@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import build_gpt, data_options, pe_options
-from planted import Texts
+from planted import DATA, TOKEN_BYTES, Texts
 
 from conf.files import write_json
 from data.base import IGNORE_INDEX, build_data
@@ -18,12 +18,8 @@ from ropewalk.evaluation.results import load_all
 from ropewalk.evaluation.scoring import Scorer
 from ropewalk.training.hardware import Hardware
 
-TOKEN_BYTES = torch.arange(50) % 4
 TRAIN_LEN = 32
 LENGTHS = [TRAIN_LEN, 2 * TRAIN_LEN, 4 * TRAIN_LEN]
-TOKENS = np.random.default_rng(0).integers(0, 50, (5, LENGTHS[-1] + 1))
-DATA = Texts(TOKENS)
-DATA.token_bytes = TOKEN_BYTES
 CPU = Hardware("cpu", "32-true", compile=False)
 
 

@@ -133,28 +133,18 @@ def test_hostile_names_stay_in_the_folder(tmp_path_factory, name):
     assert path.name.startswith("lengths-")
 
 
-def row_of(measured: PartResult, **more):
-    """The only row of an evaluation with one measurement."""
-    (row,) = evaluation(measured=[measured], **more).numbers()
-    return row
-
-
-def test_a_loss_is_in_bits_per_byte_or_token():
-    row = row_of(text(256, 2.0, optimum_nats=[15 * BITS] * TEXTS))
-    assert row["unit"] == "bits per byte"
-    assert row["length"] == 256
-    assert estimate(row["sample"]).value == pytest.approx(2.0, abs=0.05)
-    assert estimate(row["optimum_sample"]).value == pytest.approx(1.5)
-    assert row_of(text(256, 2.0, bytes=[0] * TEXTS))["unit"] == "bits per token"
-
-
-def test_a_task_has_errors():
-    """In percent of the tokens that are scored."""
-    two_of_ten_wrong = text(256, 2.0, task="recall", difficulty="hard", errors=[2] * TEXTS)
-    row = row_of(two_of_ten_wrong, task="recall")
-    assert row["unit"] == "error in percent"
-    assert row["part"] == "hard"
-    assert estimate(row["sample"]).value == 20
+@pytest.mark.parametrize(
+    ("task", "more", "unit"),
+    [
+        (None, {}, "bits per byte"),
+        (None, {"bytes": [0] * TEXTS}, "bits per token"),
+        ("recall", {"task": "recall", "difficulty": "hard"}, "error in percent"),
+    ],
+)
+def test_the_unit_of_a_number(task, more, unit):
+    """Its value, and the documents over which it is a mean: see test_table.py."""
+    (row,) = evaluation(task=task, measured=[text(256, 2.0, **more)]).numbers()
+    assert row["unit"] == unit
 
 
 def test_ruler_has_answers_found_and_gains():
@@ -174,9 +164,3 @@ def test_ruler_has_answers_found_and_gains():
     assert means["mean", "answers found in percent"] == 75
     assert means["niah_single depth 0.00", "bits per answer"] == pytest.approx(20, abs=0.5)
     assert means["mean", "bits per answer"] == pytest.approx(20, abs=0.5)
-
-
-def test_texts_of_one_document_are_one():
-    """They are no independent draws: their sums are added."""
-    sample = row_of(text(256, 2.0, documents=["a", 7, "b", 7] * 5))["sample"]
-    assert sample.units.tolist() == [50, 100, 50]

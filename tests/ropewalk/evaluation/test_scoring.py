@@ -6,17 +6,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import build_gpt
-from planted import Planted, Texts
+from planted import DATA, TOKEN_BYTES, Planted, Texts
 
 from data.base import IGNORE_INDEX
 from model import gpt
 from ropewalk.evaluation import scoring
 from ropewalk.evaluation.scoring import Scorer
 from ropewalk.training.ranks import evaluating
-
-TOKEN_BYTES = torch.arange(50) % 4
-TOKENS = np.random.default_rng(0).integers(0, 50, (5, 129))
-DATA = Texts(TOKENS)
 
 
 def brute_force(net, part):
@@ -62,7 +58,7 @@ def test_batches_and_pieces_of_logits_change_nothing(monkeypatch, budget):
 def test_tokens_outside_of_the_vocabulary_are_an_error(token, name):
     """Whose embedding may have rows for them."""
     net = build_gpt("rope", vocab_multiple=64)
-    tokens = TOKENS.copy()
+    tokens = DATA.tokens.clone()
     tokens[3, -2 if name == "an input" else -1] = token
     with pytest.raises(ValueError, match=f"{name} of the data is token {token}, but `vocab_size` is 50"):
         Scorer(net)(Texts(tokens).part(24, 7))

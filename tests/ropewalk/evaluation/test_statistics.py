@@ -116,7 +116,7 @@ def test_only_the_same_seeds_and_texts_are_compared():
 ONE_TEXT = estimate(Sample(np.ones((1, 1)), np.ones(1)))
 
 
-def test_the_mean_is_the_ratio_of_sums_of_the_texts_in_which_something_counts():
+def test_the_mean_is_a_ratio_of_sums_over_texts_that_count():
     values = np.array([[10.0, 30.0, 0.0]])
     mean = estimate(Sample(values, np.array([10, 10_000, 0])))
 

@@ -194,7 +194,7 @@ for folder in sys.argv[1:]:
 
 @pytest.mark.skipif("OLDER_TRANSFORMERS" not in os.environ, reason="OLDER_TRANSFORMERS names no folder")
 @torch.no_grad()
-def test_an_older_version_computes_the_same_or_the_card_says_that_it_does_not(tmp_path):
+def test_an_older_version_computes_the_same_or_is_warned_of(tmp_path):
     """Of transformers, in a folder that `pip install --target` made, such as 4.51.3. It may also refuse."""
     expected = {}
     for name, arguments in EXPORTS.items():

@@ -53,7 +53,7 @@ def test_the_page_has_every_number_and_needs_nothing(tmp_path):
         assert words in said or any(text.startswith(f"{words} (") for text in said)
 
 
-def test_the_first_table_has_the_gains_at_the_longest_text_and_its_best_line_first(tmp_path):
+def test_the_first_table_ranks_the_gains_at_the_longest_text(tmp_path):
     write_runs(tmp_path, "rope", "fox", "cope", variants=["yarn"])
     table = ropewalk.runs(tmp_path)
     (_, first), *_ = page.grids(table, [])

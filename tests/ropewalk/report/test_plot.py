@@ -173,7 +173,7 @@ def numbers_of(picture):
     return np.float64(re.findall(r"[-\d.]+", " ".join(re.findall(r'\bd="([^"]*)"', picture))))
 
 
-def test_a_picture_is_matplotlibs_to_a_tenth_of_a_point_and_has_each_colour_for_dark_pages(table):
+def test_a_picture_is_matplotlibs_with_colours_for_dark_pages(table):
     ax = plot.gain(table, plot.new(), lines=NAMED)
     ax.figure.set_layout_engine("none")  # which places things anew each time
     drawn = io.StringIO()

@@ -20,24 +20,6 @@ from ropewalk.training.schedule import Schedule
 RESERVED = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "", "SLURM_JOB_NAME": "mine"}
 BATCH = RESERVED | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 STEP = BATCH | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3"}
-
-
-@pytest.mark.parametrize(
-    ("variables", "processes", "rank"),
-    [
-        (RESERVED, 1, 0),
-        (BATCH, 1, 0),
-        (STEP, 4, 3),
-    ],
-)
-def test_slurm_starts_processes_by_srun_alone(monkeypatch, variables, processes, rank):
-    """In a shell of salloc and in a batch script python is one process, whatever is reserved."""
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert started_by().world_size == processes
-    assert started_by().rank == rank
-
-
 TWO_OF_TWO = STEP | {"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"}
 
 
@@ -51,6 +33,9 @@ TWO_OF_TWO = STEP | {"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_NNODES": "2", "SLUR
         (2, {"NODE_RANK": "1", "GROUP_RANK": "1"}, (False, 0, 2, 1)),
         (2, {"NODE_RANK": "0", "WORLD_SIZE": "8"}, (False, 0, 2, 1)),
         (2, {"RANK": "0", "WORLD_SIZE": "1"}, (False, 0, 2, 1)),
+        # In a shell of salloc and in a batch script python is one process, whatever is reserved.
+        (2, RESERVED, (False, 0, 2, 1)),
+        (2, BATCH, (False, 0, 2, 1)),
         # srun, which was not told how many processes belong on each machine.
         (2, TWO_OF_TWO, (True, 3, 4, 2)),
         (4, STEP | {"SLURM_TASKS_PER_NODE": "4", "SLURM_NNODES": "1"}, (True, 3, 4, 1)),
@@ -73,6 +58,8 @@ def test_what_fabric_is_told(monkeypatch, devices, variables, expected):
         environment = strategy.cluster_environment
         processes_are_here = environment.creates_processes_externally
         told.append((processes_are_here, environment.global_rank(), environment.world_size(), strategy.num_nodes))
+        world_size = environment.world_size() if processes_are_here else 1
+        assert started_by()[1:] == (world_size, environment.global_rank())
         assert os.environ.get("MASTER_ADDR") is None
 
     monkeypatch.setattr(Fabric, "launch", launch)

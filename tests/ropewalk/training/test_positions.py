@@ -81,7 +81,7 @@ def test_training_reads_other_positions_than_consecutive_ones_if_there_is_room(f
     assert len({row["train/loss"] for row in (consecutive, random, pose)}) == 3
 
 
-def test_a_step_with_a_short_window_is_that_of_a_run_with_this_window(first_step):
+def test_a_short_window_trains_as_a_run_with_this_window(first_step):
     """And validation after it reads with the long one."""
     assert draw_short_window(seed=2, step=1)
 

@@ -125,8 +125,3 @@ def test_who_looks_as_far_back_as_the_texts_are_decided_reaches_the_optimum():
     share = statistics.share(Sample(gained, units), Sample(possible, units))
 
     assert share.value == pytest.approx(1, abs=1e-4)
-
-
-def test_the_short_sighted_gain_nothing_and_lose_nothing():
-    losses, _ = by_length(Planted(count, sees=TRAIN_LEN), FAR)
-    assert difference(losses[TRAIN_LEN], losses[64])[:3] == (0, 0, 0)
