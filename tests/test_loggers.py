@@ -8,6 +8,7 @@ import struct
 from collections import defaultdict
 
 import numpy as np
+import pandas as pd
 import pytest
 from differences import differences
 from process_helpers import On, power_cut
@@ -189,6 +190,38 @@ def test_a_tracker_of_ones_own_sees_all_that_the_others_see(train, tmp_path, mon
     assert [row["train/loss"] for row in shown[: len(rows)]] == [row["train/loss"] for row in rows]
     assert {row["step"] for row in shown[len(rows) + 1 :]} == {16, 32}  # loss against length
     assert "eval/gain at 2x" in shown[len(rows)]
+
+
+def test_loggers_of_lightning_show_a_run(trained, tmp_path):
+    csv = "{_target_: lightning.pytorch.loggers.CSVLogger, save_dir: '{run}', name: csv, version: ''}"
+    run = trained(*QUICK, f"+logger.trackers.csv={csv}")
+    shown = pd.read_csv(run / "csv" / "metrics.csv").dropna(subset="train/loss").set_index("step")
+
+    for row in read_metrics(run):
+        assert shown["train/loss"][row["step"]] == row["train/loss"]
+
+
+def test_mlflow_shows_a_run(trained, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    run = trained(*QUICK, "logger=mlflow")
+    client = mlflow.tracking.MlflowClient()
+    (there,) = client.search_runs([client.get_experiment_by_name("ropewalk").experiment_id])
+    losses = [(metric.step, metric.value) for metric in client.get_metric_history(there.info.run_id, "train/loss")]
+
+    assert (there.info.run_name, there.info.status) == ("run", "FINISHED")
+    assert there.data.params["pe/name"] == "rope"
+    assert losses == [(row["step"], row["train/loss"]) for row in read_metrics(run)]
+
+
+def test_trackio_shows_a_run(trained, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    run = trained(*QUICK, "logger=trackio")
+    shown = trackio.SQLiteStorage.get_logs("ropewalk", "run")
+    losses = [(row["step"], row["train/loss"]) for row in shown if "train/loss" in row]
+
+    assert losses == [(row["step"], row["train/loss"]) for row in read_metrics(run)]
 
 
 @pytest.mark.parametrize(
