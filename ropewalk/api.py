@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conf.options import CONF_DIR, encoding_names
 from conf.options import encoding as options_of_encoding
-from conf.schema import GPTConfig, parse
+from conf.schema import MAX_LEN, GPTConfig, parse
 from data.base import Data
 from model import position
 from model.generation import check_ids, generate
@@ -30,7 +30,6 @@ from ropewalk.report import frame, table
 from ropewalk.run.directory import RunDir
 from ropewalk.run.stop import INTERRUPTED
 
-MAX_LEN = 2**24  # tokens: the longest training length
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 # Decorates a function: arguments of other types than its signature says are a ValueError, which lists them.

@@ -16,7 +16,7 @@ from ropewalk.app.compose import composed, plain
 from ropewalk.app.resolve import (
     Options,
     base_model,
-    check,
+    completed,
     load_config,
     readable,
     resolve,
@@ -153,7 +153,7 @@ def evaluation(path: Path, trained: Options, pe: Options | None, asked: Options)
     # What is read is the network of model.json, which carries a checksum.
     values |= {key: trained[key] for key in ("model", "pe", "train_len")}
     evaluation = over(values["eval"], asked, typed(), "eval.")
-    cfg = check(values | {"eval": evaluation, "runs_dir": str(path.parent), "name": path.name})
+    cfg = completed(values | {"eval": evaluation, "runs_dir": str(path.parent), "name": path.name})
     wanted = [chosen_variant(trained, pe)] if pe else cfg.eval.variants or []
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
 

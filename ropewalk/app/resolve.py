@@ -37,7 +37,7 @@ def resolve(values: Mapping[str, Any]) -> Config:
 
     Raises ConfigError: a line for each mistake.
     """
-    cfg = check(values)
+    cfg = completed(values)
     base = base_model(cfg.init_from)
     if base:
         cfg = _with_length(cfg, base["train_len"])
@@ -70,7 +70,7 @@ def load_config(run: Path) -> Config:
     """Read and check the configuration of a run. Raises ConfigError if the file is damaged."""
     values = read_config(run)
     with naming_damage(run / "config.yaml", RESTORE):
-        return check(values)
+        return completed(values)
 
 
 def with_variants(cfg: Config, encodings: Sequence[dict[str, Any]]) -> Config:
@@ -103,7 +103,7 @@ def for_this_machine(cfg: Config) -> tuple[Config, Hardware]:
     return cfg.model_copy(update={"trainer": trainer}), hardware
 
 
-def check(values: Mapping[str, Any]) -> Config:
+def completed(values: Mapping[str, Any]) -> Config:
     """Return the plain, resolved `values` as a configuration, with its name and the encoding's null options filled in.
 
     Raises ValueError: names every unknown key with its nearest known one, and every bad value.

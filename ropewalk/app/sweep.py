@@ -35,7 +35,7 @@ def plan(jobs: Sequence[Sequence[str]], composed: Sequence[DictConfig], varying:
     """
     if started_by().world_size > 1:
         raise ConfigError("a sweep starts processes itself: start it without torchrun or srun, or leave out -m")
-    configs = [_checked(config, options) for config, options in zip(composed, varying, strict=True)]
+    configs = [_resolved(config, options) for config, options in zip(composed, varying, strict=True)]
     if len({RunDir(cfg).path for cfg in configs}) < len(configs):
         configs = [_with_name(cfg, options.split()) for cfg, options in zip(configs, varying, strict=True)]
     runs = [RunDir(cfg) for cfg in configs]
@@ -52,7 +52,7 @@ def plan(jobs: Sequence[Sequence[str]], composed: Sequence[DictConfig], varying:
     return left
 
 
-def _checked(config: DictConfig, options: str) -> Config:
+def _resolved(config: DictConfig, options: str) -> Config:
     """The configuration of a job with these varying options. Raises ConfigError: it is mistaken."""
     outer = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)

@@ -28,7 +28,7 @@ from ropewalk.run.directory import RunDir, read_training
 from ropewalk.run.processes import rank_zero_only
 
 PAGE = "report.html"
-COSTS = {"parameters": "parameters", "tokens_per_s": "tokens/s", "peak_memory_mb": "MB at most"}  # and their headings
+COST_HEADINGS = {"parameters": "parameters", "tokens_per_s": "tokens/s", "peak_memory_mb": "MB at most"}
 AS_GAINS = ("far_copies", "key_tokens")  # measures whose losses are only shown as the gain over the cut text
 Grid = tuple[str, pd.DataFrame]  # a title, and a table of text whose index are the names of its rows
 
@@ -120,7 +120,7 @@ def costs(rows: pd.DataFrame) -> Grid:
     """Return the table of what each line was trained with, and what that took."""
     trained = rows[(rows.line == rows.base) & (rows.line != BEST_POSSIBLE)].drop_duplicates("line").set_index("line")
     columns = {"differs in": trained.settings, "runs": trained.run}
-    for name, heading in COSTS.items():
+    for name, heading in COST_HEADINGS.items():
         columns[heading] = trained[name].map("{:,.0f}".format, na_action="ignore")
     return _grid("How the lines differ, their costs and runs", trained.reset_index(), columns)
 

@@ -21,7 +21,7 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -94,10 +94,10 @@ class RunDir:
         if new["trainer.max_steps"] >= max(steps_in(self.checkpoints), default=1):
             new["trainer.max_steps"] = old["trainer.max_steps"]
         differences = []
-        for key in differing(old, new):
+        for key in sorted(old.keys() | new.keys()):
             # The file has what a machine made of "auto".
             is_open = key.startswith("trainer.") and new.get(key) == "auto"
-            if not is_open and not key.startswith(FREE):
+            if old.get(key) != new.get(key) and not is_open and not key.startswith(FREE):
                 recorded = f"{old.get(key)!r} in {self.path / 'config.yaml'}"
                 if key == "trainer.max_steps":
                     recorded += f", trained to step {max(steps_in(self.checkpoints), default=0)}"
@@ -256,11 +256,6 @@ def find(path: str | Path) -> Path:
     runs = {str(file.parent) for file in files}
     problem = f"{path} is not a run directory: it has no config.yaml; write hf:{path} if it is a model of transformers"
     raise ConfigError(f"{problem}; there are: {', '.join(sorted(runs)) or 'none'}")
-
-
-def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The keys that only one has, or that have another value, sorted."""
-    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 
 
 def check_place(run: Path, run_id: str) -> None:
