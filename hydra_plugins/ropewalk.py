@@ -49,8 +49,7 @@ class Grid(BasicSweeper):
         if not jobs:
             raise ValueError(f"{' '.join(arguments)}: no option matches glob(...), so there is nothing to run")
         configs = [loader.load_sweep_config(self.config, job) for job in jobs]
-        fixed = set.intersection(*map(set, jobs))
-        labels = [" ".join(option for option in job if option not in fixed) for job in jobs]
+        labels = _varying(jobs)
         if self.plan:
             left = resolve_name(self.plan)(jobs, configs, labels)
             labels, jobs = [*left], [*left.values()]
@@ -60,6 +59,15 @@ class Grid(BasicSweeper):
             print(f"failed: {', '.join(failed)}; rerun the same command to retry", file=sys.stderr)
             raise SystemExit(1)
         return [results]
+
+
+def _varying(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """The overrides of each job that not all of them have."""
+    fixed = set.intersection(*map(set, jobs))
+    labels = []
+    for job in jobs:
+        labels.append(" ".join(option for option in job if option not in fixed))
+    return labels
 
 
 def _check_repeated(overrides: Sequence[Override]) -> None:

@@ -122,7 +122,8 @@ def completed(values: Mapping[str, Any]) -> Config:
     cfg = cfg.model_copy(update={"stages": stages})
     rules = [
         *_rules_of_evaluation(cfg, net),
-        *_rules_of_training(cfg, net),
+        *_rules_of_training(cfg),
+        *_rules_of_positions(cfg, net),
         *_rules_of_shared_texts(cfg),
     ]
     contradictions = [message for broken, message in rules if broken]
@@ -185,30 +186,37 @@ def _rules_of_evaluation(cfg: Config, net: GPT) -> Rules:
     ]  # fmt: skip
 
 
-def _rules_of_training(cfg: Config, net: GPT) -> Rules:
-    """Stages leave steps for the last part, init_optimizer has a run, and positions, windows and ranks fit."""
+def _rules_of_training(cfg: Config) -> Rules:
+    """Stages leave steps for the last part, init_optimizer has a run, and what is chosen goes together."""
     t = cfg.trainer
-    positions_drawn = t.positions != "consecutive"
     in_stages = sum(stage.steps for stage in cfg.stages)
     unlike_a_run = cfg.init_partial or cfg.init_from is None or cfg.init_from.startswith("hf:")
-    longest_window = max(pe.window or 0 for pe in net.encodings)
     return [
         (bool(cfg.stages) and in_stages >= t.max_steps,
          f"stages: they take {in_stages} steps, and trainer.max_steps={t.max_steps} leaves none after them"),
         (cfg.init_optimizer and unlike_a_run,
          "init_optimizer=true needs all weights of a run: init_from=RUN, without init_partial"),
+        (t.deterministic and t.kernels is True,
+         "trainer.deterministic=true: kernels add in any order, so it needs trainer.kernels=false"),
+        (t.replicas > 1 and t.strategy != "fsdp",
+         f"trainer.replicas={t.replicas} needs trainer=fsdp; with ddp every process has a copy of the model"),
+    ]  # fmt: skip
+
+
+def _rules_of_positions(cfg: Config, net: GPT) -> Rules:
+    """What a step draws is possible: positions in a longer text, and windows shorter than those of `net`."""
+    t = cfg.trainer
+    positions_drawn = t.positions != "consecutive"
+    longest_window = max(pe.window or 0 for pe in net.encodings)
+    return [
         (positions_drawn and (t.max_position or 0) < cfg.train_len,
          f"trainer.max_position={t.max_position}: trainer.positions={t.positions} needs the length of a text, at least "
          f"train_len={cfg.train_len}"),
         (positions_drawn and cfg.data.get("documents") == "mask",
          "data.documents=mask: positions restart in each document; leave out trainer.positions"),
-        (t.deterministic and t.kernels is True,
-         "trainer.deterministic=true: kernels add in any order, so it needs trainer.kernels=false"),
         (t.short_window is not None and longest_window <= t.short_window,
          f"trainer.short_window={t.short_window}: pe={cfg.pe['name']} has no window longer than that; leave it out, or "
          "set pe.window above it"),
-        (t.replicas > 1 and t.strategy != "fsdp",
-         f"trainer.replicas={t.replicas} needs trainer=fsdp; with ddp every process has a copy of the model"),
     ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,11 +80,7 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
 
     Raises ConfigError: a folder does not exist.
     """
-
-    def is_chosen(name: str) -> bool:
-        is_wanted = not only or any(fnmatchcase(name, pattern) for pattern in only)
-        return is_wanted and not any(fnmatchcase(name, pattern) for pattern in exclude)
-
+    is_chosen = partial(_is_chosen, only=only, exclude=exclude)
     places = list(dict.fromkeys(map(Path, [folders] if isinstance(folders, str | Path) else folders)))
     archives = [place for place in places if place.name.endswith(archive.SUFFIX) and place.is_file()]
     directories = _find([place for place in places if place not in archives])
@@ -102,6 +99,13 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     of_all = _on_equal_texts(_concatenated(results), left_out)
     grouped = _grouped(_concatenated(runs), of_all, left_out)
     return Runs(grouped, _with_lines(of_all, grouped), sorted(left_out))
+
+
+def _is_chosen(name: str, only: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Return whether a name fits the patterns of `load`."""
+    fits = partial(fnmatchcase, name)
+    is_wanted = not only or any(map(fits, only))
+    return is_wanted and not any(map(fits, exclude))
 
 
 def _concatenated(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
