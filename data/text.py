@@ -84,9 +84,8 @@ class HuggingFace(TextData):
             next(tables.read(path, self.path, self.text_field), None)
 
         def documents() -> Iterator[tuple[str, bytes]]:
-            rows = (row for _, path in files for row in tables.read(path, self.path, self.text_field))
-            for number, text in enumerate(rows):
-                yield str(number), _bytes(text)
+            of_files = (tables.read(path, self.path, self.text_field) for _, path in files)
+            return _numbered(itertools.chain.from_iterable(of_files))
 
         return Source(documents, partial(_fingerprint, files, self.text_field), f"{self.path} files {patterns}")
 
@@ -129,19 +128,20 @@ class HuggingFace(TextData):
 
         def documents() -> Iterator[tuple[str, bytes]]:
             batches = (batch[self.text_field] for batch in rows.iter(batch_size=1000))
-            for number, text in enumerate(itertools.chain.from_iterable(batches)):
-                yield str(number), _bytes(text)
+            return _numbered(itertools.chain.from_iterable(batches))
 
         # The rows are a copy of the files, which no longer changes.
         return Source(documents, lambda: rows._fingerprint, self.path)
 
 
-def _bytes(text: str | None) -> bytes:
-    """The text of a row, none as an empty one. Bytes that were no UTF-8 are as they were."""
-    try:
-        return (text or "").encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # halves of characters, which JSON can write: no UTF-8 either
-        return (text or "").encode("utf-8", "surrogatepass")
+def _numbered(texts: Iterable[str | None]) -> Iterator[tuple[str, bytes]]:
+    """Yield the number and the text of each row, none as an empty one. Bytes that were no UTF-8 are as they were."""
+    for number, text in enumerate(texts):
+        try:
+            raw = (text or "").encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:  # halves of characters, which JSON can write: no UTF-8 either
+            raw = (text or "").encode("utf-8", "surrogatepass")
+        yield str(number), raw
 
 
 def read_files(files: Iterable[tuple[str, Path]], document_bytes: int | None = None) -> Source:
@@ -253,4 +253,4 @@ def matching_files(patterns: list[str], key: str = "data.files") -> list[tuple[s
     name_of: dict[Path, str] = {}
     for path in sorted(paths):
         name_of.setdefault(path.resolve(), path.relative_to(folder).as_posix())
-    return [(name, path) for path, name in name_of.items()]
+    return list(zip(name_of.values(), name_of, strict=True))
