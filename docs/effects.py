@@ -37,8 +37,9 @@ def section(name: str, of: Mapping[str, Any]) -> Section:
     known = factorial(of["cells"], of["factors"]) if "cells" in of else {}
     effects = []
     for effect, terms in of["effects"].items():
-        at = terms.get("at", of["at"])
-        known[effect] = summed({term: factor for term, factor in terms.items() if term != "at"}, known)
+        weights = dict(terms)
+        at = weights.pop("at", of["at"])
+        known[effect] = summed(weights, known)
         effects += [Effect(effect, times, known[effect]) for times in at]
     return Section(of.get("page", name), of.get("archives", {name: ""}), effects)
 

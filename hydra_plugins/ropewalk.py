@@ -22,7 +22,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-FLAGS = ("config-path", "config-name", "config-dir")  # of Hydra, that say what is composed
+FLAGS = ("config_path", "config_name", "config_dir")  # of Hydra, that say what is composed
 
 
 class Grid(BasicSweeper):
@@ -129,7 +129,7 @@ def _program(config: DictConfig) -> list[str]:
 
     start = [sys.argv[0]] if __main__.__spec__ is None else ["-m", __main__.__spec__.name]
     flags = vars(get_args_parser().parse_known_args(sys.argv[1:])[0])
-    given = [f"--{name}={flags[name.replace('-', '_')]}" for name in FLAGS if flags[name.replace("-", "_")]]
+    given = [f"--{name.replace('_', '-')}={flags[name]}" for name in FLAGS if flags[name]]
     of_hydra = [override for override in config.hydra.overrides.hydra if not override.startswith("hydra.mode=")]
     return [*start, *given, *of_hydra]
 

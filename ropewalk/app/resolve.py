@@ -20,6 +20,7 @@ from model.gpt import GPT
 from model.position.base import NO_ENCODING
 from model.position.layer import check_length
 from model.position.network import at_scale, family_of, max_len_of, scales_of
+from model.serialization import mismatched_tensors
 from ropewalk import hf
 from ropewalk.run.directory import RESTORE, naming_damage, read_config
 from ropewalk.training.distributed import resolve_devices
@@ -150,17 +151,15 @@ def _resolve_stage(cfg: Config, stage: Stage, net: GPT) -> Stage:
         raise ConfigError(f"stages: train_len={stage.train_len} must divide train_len={cfg.train_len}")
     # A stage may give some options of a pattern's part: the others stay.
     pe, stage_net = resolve_encoding(over(stage.pe, cfg.pe), cfg.model, stage.train_len)
-    if _parameters(stage_net) != _parameters(net):
+    if _kinds(stage_net) != _kinds(net) or mismatched_tensors(stage_net, net.state_dict()):
         raise ConfigError(f"stages: pe={stage.pe} gives another class or other parameters than pe={cfg.pe['name']}")
     _check_positions(cfg, stage_net)
     return stage.model_copy(update={"pe": pe})
 
 
-def _parameters(net: GPT) -> Any:
-    """Which layers share an encoding, of which class, and the names and shapes of all parameters."""
-    encodings = [(net.encodings.index(pe), type(pe)) for pe in net.encodings]
-    shapes = {name: p.shape for name, p in net.named_parameters()}
-    return encodings, shapes
+def _kinds(net: GPT) -> list[tuple[int, type]]:
+    """Which layers share an encoding, and of which class."""
+    return [(net.encodings.index(pe), type(pe)) for pe in net.encodings]
 
 
 Rules = list[tuple[bool, str]]  # (whether a rule is broken, the message if it is)
@@ -325,12 +324,11 @@ def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = Fal
     family = family_of(net.encodings)
     old_family = family_of(old_net.encodings)
     # Options decide the shapes of parameters, and whether layers share them.
-    shapes = {name: p.shape for name, p in net.named_parameters()}
-    old_shapes = {name: p.shape for name, p in old_net.named_parameters()}
+    wrong = mismatched_tensors(net, old_net.state_dict())
     layers = zip(old_net.encodings, net.encodings, strict=True)
     # Each layer keeps its encoding or drops it. One with parameters cannot be dropped: they would be missing.
     only_drops = dropping and all(new.family in (old.family, NO_ENCODING) for old, new in layers)
-    if shapes != old_shapes or (family != old_family and not only_drops):
+    if wrong or (family != old_family and not only_drops):
         theirs = f"{trained['pe']['name']} ({old_family})"
         if family == old_family or only_drops:
             theirs += ", whose parameters have other names or shapes"

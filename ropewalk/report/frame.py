@@ -180,7 +180,7 @@ def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:
     results: list[dict[str, Any]] = []
     for file in result_files(path):
         with attempt(file, left_out):
-            results += _results(file, run)
+            results += _results(file, run, values["pe"])
     return pd.DataFrame([run]), pd.DataFrame(results, columns=None if results else RESULT_COLUMNS)
 
 
@@ -189,13 +189,12 @@ def _key(config: Mapping[str, Any]) -> str:
     return json.dumps(compared(config), sort_keys=True)
 
 
-def _results(file: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of one results file. Raises ValueError: the file does not fit its run."""
+def _results(file: Path, run: Mapping[str, Any], trained_pe: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of one results file of a run with this encoding. Raises ValueError: they do not go together."""
     e = Evaluation.load(file)
     # Before the first step the weights are those of another model, which has a training length of its own.
     if (e.step and e.train_len != run["train_len"]) or not isinstance(e.variant.pe["name"], str):
         raise ValueError("train_len is not that of config.yaml, or the encoding has no name")
-    trained_pe = {key: value for key, value in run["config"].items() if key.startswith("pe.")}
     of_file = e.provenance | {
         "path": run["path"],
         "file": printable(file.name),
@@ -207,7 +206,7 @@ def _results(file: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
         "variant": e.variant.label,
         "encoding": e.variant.pe["name"],
         "pe": json.dumps(e.variant.pe, sort_keys=True),
-        "own_pe": trained_pe == flatten({"pe": e.variant.pe}),
+        "own_pe": e.variant.pe == trained_pe,
         "scale": e.variant.scale,
         "zero_shot": e.variant.zero_shot,
         "skipped": bool(e.skipped),
@@ -290,7 +289,7 @@ def _labelled(groups: pd.DataFrame) -> pd.DataFrame:
     groups["settings"] = list(map(in_words, groups.encoding, differences))
     # The name of the run labels what differs in several options, or in what two groups share.
     names = [run.name.removesuffix(f"-s{run.seed}") for run in groups.itertuples()]
-    is_named = groups.settings.duplicated(keep=False) | np.array([len(differs) > 1 for differs in differences])
+    is_named = groups.settings.duplicated(keep=False) | (np.array(list(map(len, differences))) > 1)
     labels = groups.settings.mask(is_named, names)
     # Directories in different folders may have one name.
     number = labels.groupby(labels).cumcount() + 1
@@ -337,8 +336,10 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def in_words(name: str, options: Mapping[str, Any]) -> str:
     """Return a name with options, as in "yarn (ramp paper)"."""
     # What a run does not set is no difference to name.
-    given = {key: value for key, value in options.items() if value not in (None, "None")}
-    words = [f"{key.removeprefix('pe.').removeprefix('trainer.')} {value}" for key, value in given.items()]
+    words = []
+    for key, value in options.items():
+        if value not in (None, "None"):
+            words.append(f"{key.removeprefix('pe.').removeprefix('trainer.')} {value}")
     # The name of a reading may be empty.
     return f"{name} ({', '.join(words)})".strip() if words else name
 
@@ -359,7 +360,7 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     rows["is_start"] = (rows.step == 0) & ~rows["last"]
     read_otherwise = rows.path[rows.is_start & ~rows.own_pe]
     rows["is_own_start"] = rows.is_start & rows.own_pe & rows.path.isin(read_otherwise)
-    rows["reading"] = [_reading(row) for row in rows.itertuples()]
+    rows["reading"] = list(map(_reading, rows.itertuples()))
     # Two ways to read the same weights may have the same name so far, and differ in options of the encoding: these are
     # added to the name.
     for (_, _, name), same_name in rows.groupby(["section", "label", "reading"]):

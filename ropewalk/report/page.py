@@ -23,7 +23,7 @@ from ropewalk.evaluation.results import Evaluation
 from ropewalk.report import frame
 from ropewalk.report.answer import answer, far_text, number, percent
 from ropewalk.report.frame import BROKEN, PROVENANCE, LeftOut, Runs, attempt
-from ropewalk.report.table import BEST_POSSIBLE, LEARNED, by_length, interval, over_seeds, results
+from ropewalk.report.table import BEST_POSSIBLE, LEARNED, by_length, over_seeds, results
 from ropewalk.run.directory import RunDir, read_training
 from ropewalk.run.processes import rank_zero_only
 
@@ -140,8 +140,8 @@ def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
         references = " or ".join(sorted(set(lines.reference)))
         columns[f"over {references} on the cut text"] = _cells(last, "lead")
     columns[f"loss at {longest:,}"] = _cells(last)
-    shares = last[interval("share")].itertuples(index=False)
-    columns["% of the possible"] = pd.Series([percent(*share) for share in shares], last.index)
+    shares = map(percent, last.share, last.share_low, last.share_high)
+    columns["% of the possible"] = pd.Series(list(shares), last.index)
     for (measure, quantity, _), rows in far_text(table).groupby(["measure", "quantity", "eval"]):
         words = f"{measure.replace('_', ' ')}: {quantity} from far text"
         columns[words] = _cells(rows)

@@ -205,14 +205,15 @@ def _far(rows: pd.DataFrame, lines: pd.DataFrame) -> list[pd.DataFrame]:
     distance = rows.span_start.fillna((1 - rows.depth) * rows.length)
     far = rows[distance >= rows.line.map(lines.train_len)]
     parts = far.drop_duplicates(CELL).line.value_counts()
+    of_far = dict.fromkeys(["depth", "span_start", "span_end"], np.nan) | {"difficulty": "", "continuation": ""}
+    of_far |= {"part": FAR, "task": FAR, "length": rows.length.max()}
     sums = []
     for (line, _), of_seed in far.groupby(["line", "seed"]):
         if len(of_seed) == parts[line]:
-            values = np.sum([sample.values for sample in of_seed["sample"]], axis=0)
-            units = np.sum([sample.units for sample in of_seed["sample"]], axis=0)
-            sums.append(of_seed.iloc[:1].assign(sample=[Sample(values, units)]))
-    empty = {"depth": np.nan, "span_start": np.nan, "span_end": np.nan, "difficulty": "", "continuation": ""}
-    return [pooled.assign(part=FAR, task=FAR, length=rows.length.max(), **empty) for pooled in sums]
+            values, units = zip(*of_seed["sample"], strict=True)
+            pooled = Sample(np.sum(values, axis=0), np.sum(units, axis=0))
+            sums.append(of_seed.iloc[:1].assign(sample=[pooled], **of_far))
+    return sums
 
 
 def _estimates(samples: pd.Series) -> list[Estimate | None]:
@@ -302,7 +303,7 @@ def _differences(table: pd.DataFrame) -> dict[str, pd.Series]:
         keys = table.assign(line=lines, length=np.minimum(table.length, longest))
         is_exact = table.seed.notna() & (keys.line == BEST_POSSIBLE)
         keys["seed"] = table.seed.mask(is_exact, EXACT)
-        found = [samples.get(key) for key in keys[[*CELL, "seed"]].itertuples(index=False, name=None)]
+        found = list(map(samples.get, keys[[*CELL, "seed"]].itertuples(index=False, name=None)))
         return pd.Series(found, table.index, dtype=object)
 
     own = table["sample"]

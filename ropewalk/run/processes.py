@@ -78,7 +78,7 @@ def any_rank(*flags: bool) -> list[bool]:
     reduced = torch.tensor(flags, dtype=torch.int32)
     if dist.is_initialized():
         dist.all_reduce(reduced, dist.ReduceOp.MAX)
-    return [bool(flag) for flag in reduced.tolist()]
+    return reduced.bool().tolist()
 
 
 class Launcher(NamedTuple):
