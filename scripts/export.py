@@ -16,7 +16,6 @@ from pydantic import Field
 from conf.schema import Count, Section
 from data.text import TextData
 from ropewalk import hf
-from ropewalk.app.cli import program
 from ropewalk.app.init_from import opened
 from ropewalk.hf import tokenizers
 
@@ -28,7 +27,6 @@ class Arguments(Section):
     scale: float | None = Field(gt=0)
 
 
-@program(Arguments)
 def main(args: Arguments) -> None:
     trained = opened(args.run, step=args.step)
     data = trained.data

@@ -25,7 +25,6 @@ from pydantic import BeforeValidator, Field
 from conf.errors import ConfigError
 from conf.files import printable, write_bytes, write_text
 from conf.schema import Section
-from ropewalk.app.cli import program
 from ropewalk.evaluation import archive
 from ropewalk.report import frame, page, table
 
@@ -47,7 +46,6 @@ class Arguments(Section):
     title: bool
 
 
-@program(Arguments)
 def main(args: Arguments) -> None:
     kind = format_of(args)
     runs = frame.load(args.folders, args.only, args.exclude)

@@ -90,15 +90,12 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
     is_text = data.task is None
     made = []
     for measure in asked_for(cfg, is_text=is_text) if asked is None else asked:
-        plan = None
         if isinstance(measure, Measure):
-            name = type(measure).__name__
             plan = measure.plan(data, cfg)
         else:
-            name = measure
-            if name in meaningful(cfg, is_text=is_text):
-                plan = MEASURES[name](data, cfg)
+            plan = MEASURES[measure](data, cfg) if measure in meaningful(cfg, is_text=is_text) else None
         if plan is None:
+            name = measure if isinstance(measure, str) else type(measure).__name__
             raise ConfigError(
                 f"measures: {name} does not apply to these data or lengths (by_position and far_copies need "
                 f"text, far_copies also a length beyond train_len); leave it out"

@@ -1,5 +1,6 @@
 """Runs as DataFrames. Runs that differ in nothing but the seed are one group."""
 
+import itertools
 import json
 import math
 import re
@@ -285,7 +286,7 @@ def _starting_weights(runs: pd.DataFrame) -> pd.Series:
 
 def _labelled(groups: pd.DataFrame) -> pd.DataFrame:
     """Return `groups`, the first run of each, with what its settings differ in, in words, and a label of its own."""
-    differences = differing([json.loads(row.key) | {"init_from": row.init} for row in groups.itertuples()])
+    differences = differing([compared(row.config) | {"init_from": row.init} for row in groups.itertuples()])
     groups["settings"] = list(map(in_words, groups.encoding, differences))
     # The name of the run labels what differs in several options, or in what two groups share.
     names = [run.name.removesuffix(f"-s{run.seed}") for run in groups.itertuples()]
@@ -322,14 +323,12 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the options in which each of several settings differs from others of its encoding, sorted by name."""
     # As JSON: lists have no hash, and a missing key is not the same as null.
     words = pd.DataFrame([{key: json.dumps(value) for key, value in setting.items()} for setting in settings])
+    differs = words.groupby("pe.name").transform("nunique", dropna=False) > 1
     # The name of the encoding begins every label.
-    compared = [key for key in sorted(words) if not key.endswith(("pe.name", "_target_"))]
-    result: list[dict[str, Any]] = [{} for _ in settings]
-    for _, of_same in words.groupby("pe.name"):
-        values = of_same[compared]
-        keys = values.columns[values.nunique(dropna=False) > 1]
-        for number in of_same.index:
-            result[number] = {key: settings[number].get(key) for key in keys}
+    keys = [key for key in sorted(differs) if not key.endswith(("pe.name", "_target_"))]
+    result = []
+    for setting, is_named in zip(settings, differs[keys].to_numpy(), strict=True):
+        result.append({key: setting.get(key) for key in itertools.compress(keys, is_named)})
     return result
 
 

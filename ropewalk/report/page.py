@@ -29,7 +29,6 @@ from ropewalk.run.processes import rank_zero_only
 
 PAGE = "report.html"
 COST_HEADINGS = {"parameters": "parameters", "tokens_per_s": "tokens/s", "peak_memory_mb": "MB at most"}
-AS_GAINS = ("far_copies", "key_tokens")  # measures whose losses are only shown as the gain over the cut text
 Grid = tuple[str, pd.DataFrame]  # a title, and a table of text whose index are the names of its rows
 
 
@@ -109,7 +108,8 @@ def grids(table: pd.DataFrame, left_out: LeftOut) -> list[Grid]:
             result.append(overview(table, text))
     for (measure, quantity, _), of_measure in rows.groupby(["measure", "quantity", "eval"], sort=False):
         with attempt(f"the tables of {measure}", left_out):
-            if measure not in AS_GAINS or quantity == "gain":
+            # Losses of far copies are only shown as the gain over the cut text.
+            if measure != "far_copies" or quantity == "gain":
                 result += numbers(of_measure)
     with attempt("the table of costs", left_out):
         result.append(costs(rows))
