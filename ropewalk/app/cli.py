@@ -11,7 +11,7 @@ import sys
 import traceback
 from importlib import import_module
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import hydra
 import yaml
@@ -26,9 +26,6 @@ from ropewalk.app.compose import composed, plain, quoted
 from ropewalk.app.explain import ERRORS, check_overrides, explain, help_text
 from ropewalk.app.side_by_side import LAUNCHER, RESULT
 from ropewalk.run.stop import INTERRUPTED, PARENT, STOPPED, die_with_parent
-
-if TYPE_CHECKING:
-    from conf.schema import S
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # environment variable: 1 shows where an error arose
 
@@ -132,7 +129,10 @@ class Task:
         with env_override({FULL_ERROR: self.full_error}):
             try:
                 check_overrides()
-                self.check(config)
+                # Before all is imported that a run needs. Of a run that starts from a model, the model decides what
+                # lies beneath: it is checked in its place.
+                if self.schema and config.get("init_from") is None:
+                    _checked(resolve_name(self.schema), config)
                 program: Any = import_module(self.module)
                 result = program.main(_checked(program.Arguments, config) if hasattr(program, "Arguments") else config)
             except SystemExit as end:  # in a sweep some programs say by their exit code what they have found
@@ -149,14 +149,8 @@ class Task:
             os.write(int(result_to), json.dumps(result).encode())
         return result
 
-    def check(self, config: DictConfig) -> None:
-        """Raise ValueError for what the schema shows to be wrong, before all is imported that a run needs."""
-        # Of a run that starts from a model, the model decides what lies beneath: it is checked in its place.
-        if self.schema and config.get("init_from") is None:
-            _checked(resolve_name(self.schema), config)
 
-
-def _checked(schema: "type[S]", config: DictConfig) -> "S":
+def _checked(schema: Any, config: DictConfig) -> Any:
     """Return what Hydra has composed as an instance of `schema`. Raises ConfigError: a line for each mistake."""
     from conf.schema import parse  # it takes as long to import as all else that answers a typo
 

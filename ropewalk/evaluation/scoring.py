@@ -24,7 +24,7 @@ Autocast = Callable[[], AbstractContextManager]
 
 @torch.no_grad()
 def token_losses(
-    net: GPT, x: Tensor, y: Tensor, *, packing: Packing, encodings: Encodings | None = None
+    net: GPT, x: Tensor, y: Tensor, *, packing: Packing, encodings: Encodings | None
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of each target, and whether it is wrong. The network is in evaluation mode (`evaluating`).
 

@@ -209,7 +209,7 @@ def amount(value: float, low: float = math.nan, high: float = math.nan, sign: st
     return text
 
 
-def percent(share: float, low: float = math.nan, high: float = math.nan) -> str:
+def percent(share: float, low: float, high: float) -> str:
     """Return a share of 0.69 ± 0.03 as "69 ± 3"; "" for NaN."""
     return amount(100 * share, 100 * low, 100 * high, digits=0)
 

@@ -92,7 +92,8 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     for path in [*chosen, *archives]:
         with attempt(path, left_out):
             found, measured = archive.read(path) if path in archives else _read(path, left_out)
-            found["key"] = found.config.map(_key)
+            # All settings that decide what is computed: runs for which they are equal are seeds of one line.
+            found["key"] = [json.dumps(compared(config), sort_keys=True) for config in found.config]
             found = found[found["name"].map(is_chosen)]
             runs.append(found)
             results.append(measured[measured.path.isin(found.path)])
@@ -183,11 +184,6 @@ def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:
         with attempt(file, left_out):
             results += _results(file, run, values["pe"])
     return pd.DataFrame([run]), pd.DataFrame(results, columns=None if results else RESULT_COLUMNS)
-
-
-def _key(config: Mapping[str, Any]) -> str:
-    """Return all settings that decide what is computed: runs for which they are equal are seeds of one line."""
-    return json.dumps(compared(config), sort_keys=True)
 
 
 def _results(file: Path, run: Mapping[str, Any], trained_pe: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ def install_kernels(encodings: Encodings, hardware: Hardware) -> Hardware:
     return replace(hardware, kernels=not problems)
 
 
-def shared_batches(n: int, batch_size: int, context_parallel: int = 1) -> list[int | None]:
+def shared_batches(n: int, batch_size: int, context_parallel: int) -> list[int | None]:
     """Divide `n` sequences, in batches of `batch_size`, among the ranks, of which `context_parallel` share a batch.
 
     All ranks gather sharded weights together, so each must read as many batches as the others.
