@@ -239,7 +239,7 @@ def train(*overrides: str, config: DictConfig | None = None) -> Path:
 
 @checked
 def encoding(
-    name: str, *, n_head: int, head_dim: int, train_len: Annotated[int, Field(ge=1, le=MAX_LEN)],
+    name: str, *, n_head: int, head_dim: int, train_len: int,
     n_kv_head: int | None = None, dim: int | None = None, seed: Seed = 0, **options: Any,
 ) -> PositionEncoding:  # fmt: skip
     """Build the encoding conf/pe/`name`.yaml for one layer of a network of your own, with initial parameters.

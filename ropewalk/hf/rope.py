@@ -80,7 +80,7 @@ def layers(config: Any) -> list[Layer]:
     # SmolLM3 alone has layers without positions.
     rotates = [True] * len(kinds)
     if config.model_type == "smollm3":
-        rotates = [bool(flag) for flag in config.no_rope_layers[: len(kinds)]]
+        rotates = list(map(bool, config.no_rope_layers[: len(kinds)]))
     windows = [window if kind == SLIDING else None for kind in kinds]
     return [Layer(own_window, is_rotated) for own_window, is_rotated in zip(windows, rotates, strict=True)]
 

@@ -112,7 +112,7 @@ def _is_chosen(name: str, only: Sequence[str], exclude: Sequence[str]) -> bool:
 
 def _concatenated(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Return the rows of all tables; if there are none, the columns of the first."""
-    return pd.concat([table for table in tables if len(table)] or tables[:1], ignore_index=True)
+    return pd.concat([*filter(len, tables)] or tables[:1], ignore_index=True)
 
 
 @contextmanager

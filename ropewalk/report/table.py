@@ -139,8 +139,8 @@ def _compared(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:
         times=table.length / table.train_len,
     )
     samples = _over_cells(table, table["sample"])
-    table["seeds"] = [len(sample.values) for sample in samples]
-    table["documents"] = [sample.units.size for sample in samples]
+    table["seeds"] = samples.map(lambda sample: len(sample.values))
+    table["documents"] = samples.map(lambda sample: sample.units.size)
     table = _with(table, "value", _estimates(samples))
     if first.quantity == "error":
         table = _over_learned(table)
