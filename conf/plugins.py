@@ -70,8 +70,10 @@ def resolve(options: Mapping[str, Any], base: type[T], home: str, group: str) ->
         if not issubclass(cls, base) or inspect.isabstract(cls):
             raise TypeError("it is not a concrete subclass")
     except (ImportError, AttributeError, TypeError) as error:
-        problem = f"{group}._target_={target!r} is not a {base.__name__} class under {home} ({error})"
-        raise ValueError(f"{problem}; a package of your own must be on PYTHONPATH and named in {PLUGINS}") from None
+        raise ValueError(
+            f"{group}._target_={target!r} is not a {base.__name__} class under {home} ({error}); "
+            f"a package of your own must be on PYTHONPATH and named in {PLUGINS}"
+        ) from None
     return cls, others
 
 

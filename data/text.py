@@ -75,8 +75,10 @@ class HuggingFace(TextData):
         """The rows of local files. Raises ValueError: an option is the hub's, or a file has no such column of text."""
         for key in ("subset", "split", "revision"):
             if getattr(self, key) not in (None, "train"):
-                problem = f"data.{key}={getattr(self, key)} is for a dataset on the hub"
-                raise ValueError(f"{problem}; data.path={self.path} reads all rows of data.data_files")
+                raise ValueError(
+                    f"data.{key}={getattr(self, key)} is for a dataset on the hub; "
+                    f"data.path={self.path} reads all rows of data.data_files"
+                )
         if not patterns:
             raise ValueError(f"data.path={self.path} reads local files: name them with data.data_files=GLOB")
         files = sorted(matching_files(patterns, "data.data_files"))
@@ -94,9 +96,9 @@ class HuggingFace(TextData):
         # A run may come from somebody else. `datasets` has formats that can run code, such as pandas with its pickles,
         # and reads any address; which ones differs among its versions.
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", self.path) or Path(self.path).exists():
-            remedy = "for local files give their format, as in data.path=parquet data.data_files=GLOB"
             raise ValueError(
-                f"data.path={self.path} is neither OWNER/NAME on the hub nor {', '.join(FORMATS)}; {remedy}"
+                f"data.path={self.path} is neither OWNER/NAME on the hub nor {', '.join(FORMATS)}; "
+                "for local files give their format, as in data.path=parquet data.data_files=GLOB"
             )
         for pattern in patterns:
             if re.search(r"^[/~]|:|\.\.|\\", pattern):
@@ -111,8 +113,10 @@ class HuggingFace(TextData):
             # The last one reads what an earlier call has cached.
             kind = type(builder).__module__.rpartition(".")[2]
             if kind not in (*FORMATS, "cache"):
-                remedy = "for plain text, download the files and use data=text"
-                raise ValueError(f"its files are {kind}, but only these can be read: {', '.join(FORMATS)}; {remedy}")
+                raise ValueError(
+                    f"its files are {kind}, but only these can be read: {', '.join(FORMATS)}; "
+                    "for plain text, download the files and use data=text"
+                )
             builder.download_and_prepare()
             rows = builder.as_dataset(self.split)
         except Exception as error:  # the library, the hub and the network have many
@@ -242,8 +246,10 @@ def matching_files(patterns: list[str], key: str = "data.files") -> list[tuple[s
         names = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
         files = [Path(name) for name in names if os.path.isfile(name)]
         if not files:
-            remedy = f"for all files in a folder write {key}='FOLDER/**/*'; [[] matches a bracket"
-            raise ValueError(f"{key}={pattern} matches no file (relative to {Path.cwd()}); {remedy}")
+            raise ValueError(
+                f"{key}={pattern} matches no file (relative to {Path.cwd()}); "
+                f"for all files in a folder write {key}='FOLDER/**/*'; [[] matches a bracket"
+            )
         paths += files
         # The last part, the file's own, always belongs to the id.
         without_wildcards = itertools.takewhile(lambda part: not re.search(r"[*?[]", part), path.parts[:-1])

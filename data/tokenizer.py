@@ -134,6 +134,8 @@ def _read_ranks(path: str, published: list[str]) -> dict[bytes, int]:
         if len(distinct) < len(lines) or min(distinct) < 0:
             raise ValueError("ranks must be distinct and not negative")
     except (OSError, ValueError) as error:
-        file = f"a vocabulary file (lines with a token in base64 and its rank): {error}"
-        raise ValueError(f"data.tokenizer={path} is neither bytes nor {', '.join(published)} nor {file}") from None
+        raise ValueError(
+            f"data.tokenizer={path} is neither bytes nor {', '.join(published)} nor "
+            f"a vocabulary file (lines with a token in base64 and its rank): {error}"
+        ) from None
     return ranks

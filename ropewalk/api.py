@@ -312,17 +312,20 @@ def _check_tensors(pe: PositionEncoding, given: Mapping[str, Tensor]) -> None:
     }
     for name, tensor in given.items():
         if tensor.shape != shapes[name]:
-            remedy = "use transpose(1, 2) if it is [B, T, H, D]; there is no cache"
-            raise ValueError(f"{name} is {tuple(tensor.shape)}, not {shapes[name]}, as q has T = {length}; {remedy}")
-        is_of_q = (
-            name == "x" or tensor.dtype == q.dtype
-        )  # the layer's input may be wider than what attention computes in
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)}, not {shapes[name]}, as q has T = {length}; "
+                "use transpose(1, 2) if it is [B, T, H, D]; there is no cache"
+            )
+        # The layer's input may be wider than what attention computes in.
+        is_of_q = name == "x" or tensor.dtype == q.dtype
         if not (tensor.is_floating_point() and is_of_q and tensor.device == q.device):
-            problem = f"{name} is {tensor.dtype} on {tensor.device}, q {q.dtype} on {q.device}"
-            raise ValueError(f"{problem}: all must be floating-point numbers of one type, on one device")
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, q {q.dtype} on {q.device}: "
+                "all must be floating-point numbers of one type, on one device"
+            )
         for parameter in pe.parameters():
             if parameter.device != tensor.device or parameter.dtype.itemsize < tensor.dtype.itemsize:
-                problem = (
-                    f"{name} is {tensor.dtype} on {tensor.device}, parameters {parameter.dtype} on {parameter.device}"
+                raise ValueError(
+                    f"{name} is {tensor.dtype} on {tensor.device}, parameters {parameter.dtype} on {parameter.device}: "
+                    "call pe.to(x)"
                 )
-                raise ValueError(f"{problem}: call pe.to(x)")

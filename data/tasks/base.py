@@ -90,8 +90,9 @@ class Generated(Data):
     def check_length(self, length: int, possible: bool, needs: str) -> None:
         """Raise ValueError, which says what these texts need, if one of `length` tokens is not possible."""
         if not possible:
-            remedy = "choose train_len and eval.lengths accordingly"
-            raise ValueError(f"{type(self).__name__} needs {needs}, not {length}: {remedy}")
+            raise ValueError(
+                f"{type(self).__name__} needs {needs}, not {length}: choose train_len and eval.lengths accordingly"
+            )
 
     def encode(self, text: str) -> list[int]:
         """Token ids of symbols separated by spaces. Raises ValueError: names a symbol that does not exist."""

@@ -41,8 +41,10 @@ class Counting(Task):
         self.weights = list(self.weights)
         set_weight, pass_weight, add_weight = self.weights
         if set_weight == 0 or add_weight > 10 * (set_weight + pass_weight):
-            needs = "the weights of set (above 0), pass and increment, the last at most 10 times the sum of the others"
-            raise ValueError(f"data.weights={self.weights} must be {needs}; else all programs end at the cap")
+            raise ValueError(
+                f"data.weights={self.weights} must be the weights of set (above 0), pass and increment, "
+                "the last at most 10 times the sum of the others; else all programs end at the cap"
+            )
 
     @property
     def vocab(self) -> list[str]:

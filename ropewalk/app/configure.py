@@ -138,8 +138,10 @@ def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
     for key, value in values["model"].items():
         theirs = base["model"].get(key)
         if value != theirs and key not in ("dropout", "init_std"):  # another value of these fits the same weights
-            remedy = "leave it out, or take what fits with init_partial=true"
-            raise ConfigError(f"model.{key}={value} contradicts {source}, which has {theirs}: {remedy}")
+            raise ConfigError(
+                f"model.{key}={value} contradicts {source}, which has {theirs}: "
+                "leave it out, or take what fits with init_partial=true"
+            )
     readable(base, values["pe"], remedy="init_partial=true starts from them all the same", dropping=True)
 
 

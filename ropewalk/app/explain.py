@@ -60,8 +60,10 @@ def check_overrides() -> None:
     config = HydraConfig.get()
     for override in config.overrides.task:
         if override.startswith("~"):
-            remedy = "set another value, as in logger=none, optim.grad_clip=null or pe=NAME"
-            raise ConfigError(f"{override}: keys cannot be removed; {remedy}")
+            raise ConfigError(
+                f"{override}: keys cannot be removed; "
+                "set another value, as in logger=none, optim.grad_clip=null or pe=NAME"
+            )
         group, _, choice = override.partition("=")
         if choice == "{}":
             raise ConfigError(f"{override} changes nothing: name an option, as in pe=yarn, or a key, as in pe.scale=8")

@@ -147,8 +147,10 @@ def _model(net: GPT, encodings: Encodings, reach: int) -> Any:
 
     kind = min(refused, key=badness)
     if refused[kind]:
-        nearest = f"the nearest model of transformers, {ARCHITECTURES[kind].name}"
-        raise ValueError(f"this cannot be exported: {nearest}, cannot have {' and '.join(refused[kind])}")
+        raise ValueError(
+            f"this cannot be exported: the nearest model of transformers, {ARCHITECTURES[kind].name}, "
+            f"cannot have {' and '.join(refused[kind])}"
+        )
     config = _configuration(net, encodings, kind, reach)
     # Without memory of its own: the weights become its parameters.
     with torch.device("meta"):

@@ -52,7 +52,7 @@ DARK = {  # what a dark page has instead
     LINES[6]: "#9892eb",
     LINES[7]: "#9dff5e",
 }
-MARKERS = "os^DvPX*"  # as many
+MARKERS = "os^DvPX*"  # of the lines with a colour
 SIZE, NARROW = (7.8, 4.4), (4.2, 4.6)  # inches: of a page, and of a phone
 WORDS = 9.5  # points
 DODGE = 1.2  # points from line to line, so that equal values and their intervals can be seen
@@ -159,8 +159,10 @@ def _check(table: pd.DataFrame, columns: Sequence[str], function: str) -> None:
     """Raise ValueError unless a table has the columns of what `function` returns."""
     missing = set(columns) - {*getattr(table, "columns", ())}
     if missing:
-        has_none = f"{type(table).__name__} has no columns {', '.join(sorted(missing)[:3])}"
-        raise ValueError(f"table: {has_none}; take rows of what {function} returns, with all columns")
+        raise ValueError(
+            f"table: {type(table).__name__} has no columns {', '.join(sorted(missing)[:3])}; "
+            f"take rows of what {function} returns, with all columns"
+        )
 
 
 def _against_length(ax: Axes, rows: pd.DataFrame, column: str) -> pd.DataFrame:

@@ -112,8 +112,9 @@ class RunDir:
         try:
             tempfile.TemporaryDirectory(dir=place).cleanup()
         except OSError as error:
-            problem = f"cannot create a directory in {place} ({error.strerror})"
-            raise ConfigError(f"runs_dir={self.cfg.runs_dir}: {problem}") from None
+            raise ConfigError(
+                f"runs_dir={self.cfg.runs_dir}: cannot create a directory in {place} ({error.strerror})"
+            ) from None
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -233,8 +234,10 @@ def lock(run: Path) -> Iterator[None]:
     try:
         held = FileLock(file, timeout=PATIENCE).acquire()
     except Timeout:
-        remedy = f"wait for it, or choose another name=...; if there is none, delete {file}"
-        raise ConfigError(f"another process is working on {run}: {remedy}") from None
+        raise ConfigError(
+            f"another process is working on {run}: "
+            f"wait for it, or choose another name=...; if there is none, delete {file}"
+        ) from None
     with held:
         # Nobody else may write here, so what lies here half written is of a process that was killed.
         for leftover in [*path.glob(".*.tmp"), *path.glob("evals/.*.tmp")]:
@@ -254,8 +257,10 @@ def find(path: str | Path) -> Path:
         return path
     files = [*path.parent.glob("*/environment.json"), *Path("runs").glob("*/environment.json")]
     runs = {str(file.parent) for file in files}
-    problem = f"{path} is not a run directory: it has no config.yaml; write hf:{path} if it is a model of transformers"
-    raise ConfigError(f"{problem}; there are: {', '.join(sorted(runs)) or 'none'}")
+    raise ConfigError(
+        f"{path} is not a run directory: it has no config.yaml; write hf:{path} if it is a model of transformers; "
+        f"there are: {', '.join(sorted(runs)) or 'none'}"
+    )
 
 
 def check_place(run: Path, run_id: str) -> None:
@@ -319,8 +324,10 @@ def check_identity(run: Path, identity: dict[str, Any]) -> None:
     recorded = read_json(run / "data.json")
     different = sorted(key for key, value in identity.items() if recorded.get(key) != value)
     if different:
-        remedy = "restore it (data.tokenizer and all other keys of data as in its config.yaml), or train again"
-        raise ConfigError(f"the data of {run} is not what it was trained on ({', '.join(different)}): {remedy}")
+        raise ConfigError(
+            f"the data of {run} is not what it was trained on ({', '.join(different)}): "
+            "restore it (data.tokenizer and all other keys of data as in its config.yaml), or train again"
+        )
 
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:

@@ -127,9 +127,10 @@ def _check_divisible(trainer: Trainer, world: int) -> None:
     """Raise ValueError: so many ranks cannot share the batch, or be divided among texts or replicas."""
     for key, divisor in {"context_parallel": trainer.context_parallel, "replicas": trainer.replicas}.items():
         if world % divisor:
-            remedy = "set trainer=ddp or trainer=fsdp, and trainer.devices to a multiple of it"
-            problem = f"trainer.{key}={divisor} does not divide the number of processes, {world}"
-            raise ValueError(f"{problem}: {remedy}")
+            raise ValueError(
+                f"trainer.{key}={divisor} does not divide the number of processes, {world}: "
+                "set trainer=ddp or trainer=fsdp, and trainer.devices to a multiple of it"
+            )
     micro_batch_size(trainer.batch_size, trainer.grad_accum_steps, world // trainer.context_parallel)
 
 

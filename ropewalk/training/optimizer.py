@@ -110,5 +110,7 @@ def check_finite(net: nn.Module, norms: list[Tensor], step: int, optim: Optim) -
             return
         culprit = "a weight"
         first = step
-    remedy = f"lower optim.lr={optim.lr:g}, raise optim.warmup_steps={optim.warmup_steps}"
-    raise ValueError(f"{culprit} became infinite or NaN in step {first}: {remedy}, or use trainer.precision=32")
+    raise ValueError(
+        f"{culprit} became infinite or NaN in step {first}: "
+        f"lower optim.lr={optim.lr:g}, raise optim.warmup_steps={optim.warmup_steps}, or use trainer.precision=32"
+    )
