@@ -65,9 +65,11 @@ class Split:
     files_sha256: str  # of the file with the numbers of files
 
     def __str__(self) -> str:
-        size = f"{self.documents:,} documents, {self.tokens:,} tokens, {self.bytes / 1e6:,.1f} MB"
-        left_out = f"{self.repeated:,} repeated ones and {self.without_text:,} without text left out"
-        return f"{self.name}: {size}; {left_out}, {self.not_utf8:,} not UTF-8"
+        return (
+            f"{self.name}: {self.documents:,} documents, {self.tokens:,} tokens, {self.bytes / 1e6:,.1f} MB; "
+            f"{self.repeated:,} repeated ones and {self.without_text:,} without text left out, "
+            f"{self.not_utf8:,} not UTF-8"
+        )
 
     def stream(self) -> np.ndarray:
         """All tokens, [tokens]."""

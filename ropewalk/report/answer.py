@@ -82,8 +82,10 @@ def which(last: pd.DataFrame) -> str:
         return f"{where} all {len(last)} lines have {shown.iloc[0]} {unit}: none is best"
     if not rivals:
         return f"{where} {first.line} is best, {number(first)} {unit}"
-    close = f"the difference to {listed(rivals)} is not significant"
-    return f"{where} {first.line} has {what}, {number(first)} {unit}, but {close}"
+    return (
+        f"{where} {first.line} has {what}, {number(first)} {unit}, "
+        f"but the difference to {listed(rivals)} is not significant"
+    )
 
 
 def reading_on(first: pd.Series) -> str:
