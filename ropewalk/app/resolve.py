@@ -20,7 +20,6 @@ from model.gpt import GPT
 from model.position.base import NO_ENCODING
 from model.position.layer import check_length
 from model.position.network import at_scale, family_of, max_len_of, scales_of
-from model.serialization import mismatched_tensors
 from ropewalk import hf
 from ropewalk.run.directory import RESTORE, naming_damage, read_config
 from ropewalk.training.distributed import resolve_devices
@@ -151,7 +150,7 @@ def _resolve_stage(cfg: Config, stage: Stage, net: GPT) -> Stage:
         raise ConfigError(f"stages: train_len={stage.train_len} must divide train_len={cfg.train_len}")
     # A stage may give some options of a pattern's part: the others stay.
     pe, stage_net = resolve_encoding(over(stage.pe, cfg.pe), cfg.model, stage.train_len)
-    if _kinds(stage_net) != _kinds(net) or mismatched_tensors(stage_net, net.state_dict()):
+    if _kinds(stage_net) != _kinds(net) or serialization.mismatched_tensors(stage_net, net.state_dict()):
         raise ConfigError(f"stages: pe={stage.pe} gives another class or other parameters than pe={cfg.pe['name']}")
     _check_positions(cfg, stage_net)
     return stage.model_copy(update={"pe": pe})
@@ -324,7 +323,7 @@ def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = Fal
     family = family_of(net.encodings)
     old_family = family_of(old_net.encodings)
     # Options decide the shapes of parameters, and whether layers share them.
-    wrong = mismatched_tensors(net, old_net.state_dict())
+    wrong = serialization.mismatched_tensors(net, old_net.state_dict())
     layers = zip(old_net.encodings, net.encodings, strict=True)
     # Each layer keeps its encoding or drops it. One with parameters cannot be dropped: they would be missing.
     only_drops = dropping and all(new.family in (old.family, NO_ENCODING) for old, new in layers)
