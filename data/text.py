@@ -19,7 +19,6 @@ from conf.files import announce
 from data import tables
 from data.prepare import Source
 from data.stream import TextData
-from data.tables import FORMATS
 
 # pydoc_data is one file of help text: 6 % of the library, and 40 % of the split it falls into. encodings has 70 tables
 # of characters that look alike: training would know those in validation.
@@ -69,7 +68,7 @@ class HuggingFace(TextData):
         patterns = [self.data_files] if isinstance(self.data_files, str) else self.data_files or []
         if self.path == "text":
             raise ValueError("data.path=text would drop line ends: for plain text use data=text data.files=GLOB")
-        return self._of_files(patterns) if self.path in FORMATS else self._of_hub(patterns)
+        return self._of_files(patterns) if self.path in tables.FORMATS else self._of_hub(patterns)
 
     def _of_files(self, patterns: list[str]) -> Source:
         """The rows of local files. Raises ValueError: an option is the hub's, or a file has no such column of text."""
@@ -97,7 +96,7 @@ class HuggingFace(TextData):
         # and reads any address; which ones differs among its versions.
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", self.path) or Path(self.path).exists():
             raise ValueError(
-                f"data.path={self.path} is neither OWNER/NAME on the hub nor {', '.join(FORMATS)}; "
+                f"data.path={self.path} is neither OWNER/NAME on the hub nor {', '.join(tables.FORMATS)}; "
                 "for local files give their format, as in data.path=parquet data.data_files=GLOB"
             )
         for pattern in patterns:
@@ -112,9 +111,9 @@ class HuggingFace(TextData):
             )
             # The last one reads what an earlier call has cached.
             kind = type(builder).__module__.rpartition(".")[2]
-            if kind not in (*FORMATS, "cache"):
+            if kind not in (*tables.FORMATS, "cache"):
                 raise ValueError(
-                    f"its files are {kind}, but only these can be read: {', '.join(FORMATS)}; "
+                    f"its files are {kind}, but only these can be read: {', '.join(tables.FORMATS)}; "
                     "for plain text, download the files and use data=text"
                 )
             builder.download_and_prepare()

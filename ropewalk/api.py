@@ -17,10 +17,9 @@ from conf.options import CONF_DIR, encoding_names
 from conf.options import encoding as options_of_encoding
 from conf.schema import MAX_LEN, GPTConfig, parse
 from data.base import Data
-from model import position
 from model.generation import check_ids, generate
 from model.gpt import GPT
-from model.position import PositionEncoding, Shape, layer
+from model.position import PositionEncoding, Shape, build_encodings, layer, parts
 from model.position.network import for_length
 from ropewalk.app.compose import composed
 from ropewalk.app.configure import configure
@@ -255,11 +254,11 @@ def encoding(
     """
     chosen = options_of_encoding({"pe": name, **options})
     if "pattern" in chosen:
-        parts = {key: part["name"] for key, part in position.parts(chosen).items()}
-        raise ValueError(f"{name} is a pattern over layers: build its parts, one for each layer: {parts}")
+        by_name = {key: part["name"] for key, part in parts(chosen).items()}
+        raise ValueError(f"{name} is a pattern over layers: build its parts, one for each layer: {by_name}")
     sizes = {"n_head": n_head, "head_dim": head_dim, "n_kv_head": n_kv_head, "n_layer": 1}
     cfg = parse(GPTConfig, sizes | {"dim": n_head * head_dim if dim is None else dim})
-    (pe,) = position.build_encodings(chosen, Shape.of(cfg, train_len))
+    (pe,) = build_encodings(chosen, Shape.of(cfg, train_len))
     layer.init_parameters(pe, torch.Generator().manual_seed(seed))
     pe.active_scale = max(pe.scales)
     return pe

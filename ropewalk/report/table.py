@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ropewalk.evaluation import statistics
 from ropewalk.evaluation.results import LOWER_IS_BETTER
-from ropewalk.evaluation.statistics import Estimate, Sample, stacked
+from ropewalk.evaluation.statistics import Estimate, Sample, estimate, share, stacked, tied
 from ropewalk.report.frame import AFTER, COSTS, PROVENANCE, START, Runs, attempt, compared
 
 BEST_POSSIBLE = "best possible"  # the line of the best possible predictor, where it is known
@@ -217,7 +216,7 @@ def _far(rows: pd.DataFrame, lines: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def _estimates(samples: pd.Series) -> list[Estimate | None]:
-    return [sample and statistics.estimate(sample) for sample in samples]
+    return [sample and estimate(sample) for sample in samples]
 
 
 def _with(table: pd.DataFrame, column: str, estimates: Sequence[Estimate | None]) -> pd.DataFrame:
@@ -285,7 +284,7 @@ def _tied(table: pd.DataFrame, behind: Sequence[Estimate | None]) -> pd.Series:
     is_tied[cells.index] = False
     for _, at_place in cells[cells.value.notna()].groupby(["part", "length"]):
         others = at_place.index[at_place["rank"] > 1]
-        found = statistics.tied([behind[number] for number in others])
+        found = tied([behind[number] for number in others])
         is_tied[others] = found
         is_tied[at_place.index[at_place["rank"] == 1]] = any(found)
     return is_tied
@@ -336,9 +335,9 @@ def _minus(first: pd.Series, second: pd.Series) -> pd.Series:
 
 def _share(gained: Sample | None, possible: Sample | None) -> Estimate | None:
     """Return a gain as a share of the possible one, which has no meaning if that is not surely above 0."""
-    if gained is None or possible is None or not statistics.estimate(possible).low > 0:
+    if gained is None or possible is None or not estimate(possible).low > 0:
         return None
-    return statistics.share(gained, possible)
+    return share(gained, possible)
 
 
 def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:
