@@ -192,9 +192,10 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(source, allow_patterns=list(patterns)))
     except Exception as error:  # whatever the network brings
-        remedy = "check the name; a restricted model needs `hf auth login`; offline, give a folder"
-        problem = f"hf:{source} is not a local folder and was not found on the hub"
-        raise ValueError(f"{problem}: {remedy} ({error})") from None
+        raise ValueError(
+            f"hf:{source} is not a local folder and was not found on the hub: "
+            f"check the name; a restricted model needs `hf auth login`; offline, give a folder ({error})"
+        ) from None
 
 
 @functools.cache

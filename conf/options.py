@@ -49,9 +49,9 @@ def options_of(group: str, name: str) -> dict[str, Any]:
         raise ConfigError(no_such_option(group, name))
     own: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     values: dict[str, Any] = {}
-    for parent in _parents(own):
+    for parent in _parents(own.pop("defaults", None)):
         values |= options_of(group, parent)
-    return values | {key: value for key, value in own.items() if key != "defaults"}
+    return values | own
 
 
 def no_such_option(group: str, name: str, known: Sequence[str] = ()) -> str:
@@ -71,14 +71,14 @@ def comments(group: str, name: str) -> dict[str, str]:
     found: dict[str, str] = {}
     # Most files have no defaults: parsing all of them would take as long as all else that answers a typo.
     if "defaults:" in text:
-        for parent in _parents(yaml.safe_load(text)):
+        for parent in _parents(yaml.safe_load(text).get("defaults")):
             found |= comments(group, parent)
     return found | dict(re.findall(r"^ *(\w+):.*? # (.*)$", text, re.MULTILINE))
 
 
-def _parents(values: Mapping[str, Any]) -> list[str]:
-    """The options of the same group that an option is built on."""
-    return [parent for parent in values.get("defaults") or [] if isinstance(parent, str) and parent != "_self_"]
+def _parents(defaults: Sequence[Any] | None) -> list[str]:
+    """The options of the same group that an option with such a defaults list is built on."""
+    return [parent for parent in defaults or () if isinstance(parent, str) and parent != "_self_"]
 
 
 def encoding(spec: str | Mapping[str, Any], where: str = "pe") -> dict[str, Any]:

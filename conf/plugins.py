@@ -44,8 +44,8 @@ def allow(package: str) -> None:
     os.environ[PLUGINS] = f"{os.environ.get(PLUGINS, '')},{package}"
 
 
-def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
-    """Return the concrete subclass of `base` that a `_target_` such as "data.text.TextFiles" names.
+def resolve(options: Mapping[str, Any], base: type[T], home: str, group: str) -> tuple[type[T], dict[str, Any]]:
+    """Return the concrete subclass of `base` that `_target_` names, as in "data.text.TextFiles", and all other options.
 
     Nothing else is accepted: a configuration may come from somebody else's run, and must not call anything.
 
@@ -56,6 +56,8 @@ def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
     Raises:
         ValueError: it is empty, lies elsewhere, cannot be imported, or is not such a class.
     """
+    others = dict(options)
+    target = str(others.pop("_target_", ""))
     if not target:
         raise ValueError(f"{group} needs a _target_, the name of its class: choose an option with one, {group}=NAME")
     # The package is checked before the import, since importing a module runs its code.
@@ -68,9 +70,11 @@ def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
         if not issubclass(cls, base) or inspect.isabstract(cls):
             raise TypeError("it is not a concrete subclass")
     except (ImportError, AttributeError, TypeError) as error:
-        problem = f"{group}._target_={target!r} is not a {base.__name__} class under {home} ({error})"
-        raise ValueError(f"{problem}; a package of your own must be on PYTHONPATH and named in {PLUGINS}") from None
-    return cls
+        raise ValueError(
+            f"{group}._target_={target!r} is not a {base.__name__} class under {home} ({error}); "
+            f"a package of your own must be on PYTHONPATH and named in {PLUGINS}"
+        ) from None
+    return cls, others
 
 
 def options_of(cls: type) -> dict[str, tuple[Any, Any]]:
@@ -99,7 +103,7 @@ def schema_of(cls: type) -> type[Section]:
 def checked(cls: type, options: Mapping[str, Any], group: str) -> dict[str, Any]:
     """Return all options of a class: those that a configuration gives, and the defaults of the others.
 
-    They are checked: 8 becomes 8.0 where a float belongs. `_target_` and `name` are left out.
+    They are checked: 8 becomes 8.0 where a float belongs. `name` is left out.
 
     Args:
         group: the group of the configuration, for the message.
@@ -107,6 +111,5 @@ def checked(cls: type, options: Mapping[str, Any], group: str) -> dict[str, Any]
     Raises:
         ValueError: a line for each option that is unknown or of another type.
     """
-    given = {key: value for key, value in options.items() if key != "_target_"}
-    section = parse(schema_of(cls), given, f"{group}.")
+    section = parse(schema_of(cls), options, f"{group}.")
     return {name: getattr(section, name) for name in options_of(cls)}

@@ -40,6 +40,7 @@ def _check_name(name: str) -> str:
 Name = Annotated[str, AfterValidator(_check_name)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Width = Annotated[int, Field(ge=1, le=2**22)]
+MAX_LEN = 2**24  # tokens of a text in training
 Precision = Annotated[
     Literal["auto", "32-true", "bf16-mixed", "bf16-true"],
     BeforeValidator(lambda value: "32-true" if value == 32 else value),
@@ -89,7 +90,7 @@ class Trainer(Section):
     checkpoint_every: Count
     checkpoint_minutes: float = Field(gt=0)
     positions: Literal["consecutive", "random", "pose"]
-    max_position: Annotated[Count, Field(le=2**24)] | None  # each step draws from so many: 8 bytes each
+    max_position: Annotated[Count, Field(le=MAX_LEN)] | None  # each step draws from so many: 8 bytes each
     short_window: Count | None = None
     keep_checkpoints: Count
     accelerator: Accelerator
@@ -208,7 +209,7 @@ class Config(Section):
     seed: int = Field(ge=0, lt=2**63)
     name: Name | None
     runs_dir: str
-    train_len: int = Field(ge=2, le=2**24)
+    train_len: int = Field(ge=2, le=MAX_LEN)
     stages: list[Stage]
     objective: Literal["validation"] | Annotated[float, Field(gt=0)] = "validation"
     init_from: str | None

@@ -137,6 +137,5 @@ def build_data(options: Mapping[str, Any]) -> Data:
     Args:
         options: `_target_`, such as "data.text.TextFiles", a display `name`, and the class's options.
     """
-    # Of a missing _target_ `resolve` says how to choose one.
-    cls = plugins.resolve(str(options.get("_target_", "")), Data, "data", "data")  # type: ignore[type-abstract]
-    return cls(**plugins.checked(cls, options, "data"))
+    cls, own_options = plugins.resolve(options, Data, "data", "data")  # type: ignore[type-abstract]
+    return cls(**plugins.checked(cls, own_options, "data"))

@@ -25,10 +25,10 @@ PROBE = "Rope 1é漢\n\t<x>"  # a text that every tokenizer must be able to expr
 # Byte-level vocabularies write bytes as printable characters (GPT-2): a printable one as itself, the others, in
 # ascending order, as the characters from 256 on. BYTE_OF is {character: byte}.
 _PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-_UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
-BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
-BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(_UNPRINTABLE)}
-CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
+_BYTES = [*_PRINTABLE, *sorted({*range(256)} - {*_PRINTABLE})]
+_CHARACTERS = map(chr, [*_PRINTABLE, *range(256, 512)])
+BYTE_OF = dict(zip(_CHARACTERS, _BYTES, strict=False))
+CHARACTER_OF = dict(zip(BYTE_OF.values(), BYTE_OF, strict=True))
 
 
 class HFTokenizer(Tokenizer):
@@ -59,10 +59,12 @@ class HFTokenizer(Tokenizer):
         normalizer = self.backend.normalizer
         expected = PROBE if normalizer is None else normalizer.normalize_str(PROBE).replace("▁", " ")
         (ids,) = self.encode([PROBE])
-        written = b"".join(self.pieces[i] for i in ids).decode("utf-8", "replace")
+        written = b"".join(map(self.pieces.__getitem__, ids)).decode("utf-8", "replace")
         if written.strip(" ") != expected.strip(" "):  # SentencePiece puts a space before a text
-            remedy = "choose one that is byte-level (GPT-2, Llama 3, Qwen), or has byte fallback (Llama 2)"
-            raise ValueError(f"data.tokenizer={self.name}: the bytes of its tokens are unknown: {remedy}")
+            raise ValueError(
+                f"data.tokenizer={self.name}: the bytes of its tokens are unknown: "
+                "choose one that is byte-level (GPT-2, Llama 3, Qwen), or has byte fallback (Llama 2)"
+            )
         # If its own steps put a token before each text, that is the first id.
         with_special = self.backend.encode(PROBE).ids
         self.own_bos = None if with_special[0] == ids[0] else with_special[0]
@@ -115,8 +117,10 @@ def train(texts: Iterable[str], size: int, path: Path) -> None:
         bpe.train_from_iterator(texts, trainer)
     ranks = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
     if len(ranks) < size - 1:
-        remedy = "ask for fewer, or give more text"
-        raise ValueError(f"data.tokenizer=train:{size}: this text gives no more than {len(ranks) + 1} tokens: {remedy}")
+        raise ValueError(
+            f"data.tokenizer=train:{size}: this text gives no more than {len(ranks) + 1} tokens: "
+            "ask for fewer, or give more text"
+        )
     # The library names tokens by printable characters; tiktoken's format wants their bytes in base64, then the rank.
     lines = [f"{base64.b64encode(_byte_level(token)).decode()} {rank}\n" for token, rank in ranks]
     path.write_text("".join(lines))
@@ -137,8 +141,10 @@ def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
         with panics_are_errors(name, "restore the file"):  # a panic is no Exception, so it would pass the one below
             backend = tokenizers.Tokenizer.from_str(json.dumps(values))
     except FileNotFoundError:
-        remedy = "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it"
-        raise ValueError(f"data.tokenizer={name} has no tokenizer.json: {remedy}") from None
+        raise ValueError(
+            f"data.tokenizer={name} has no tokenizer.json: "
+            "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it"
+        ) from None
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"data.tokenizer={name}: tokenizer.json cannot be read: {error}") from None
     backend.encode_special_tokens = True  # text that looks like a special token is ordinary text
@@ -160,8 +166,10 @@ def _end_token(folder: Path, backend: Any, name: str) -> int:
         # Usable: it exists, and ordinary text never gives it. Otherwise it would not mark the end of a document.
         if text is not None and end not in backend.encode(text, add_special_tokens=False).ids:
             return end
-    remedy = f"name one as eos_token in {folder}/tokenizer_config.json"
-    raise ValueError(f"data.tokenizer={name} has no special token that ends a text: {remedy}")
+    raise ValueError(
+        f"data.tokenizer={name} has no special token that ends a text: "
+        f"name one as eos_token in {folder}/tokenizer_config.json"
+    )
 
 
 def _config(folder: Path, name: str) -> dict[str, Any]:
@@ -202,4 +210,4 @@ def _byte_level(token: str) -> bytes:
     """The bytes of a byte-level name of a token. One with other characters is taken as it is, as the library does."""
     if set(token) - BYTE_OF.keys():
         return token.encode()
-    return bytes(BYTE_OF[character] for character in token)
+    return bytes(map(BYTE_OF.__getitem__, token))

@@ -65,9 +65,11 @@ class Split:
     files_sha256: str  # of the file with the numbers of files
 
     def __str__(self) -> str:
-        size = f"{self.documents:,} documents, {self.tokens:,} tokens, {self.bytes / 1e6:,.1f} MB"
-        left_out = f"{self.repeated:,} repeated ones and {self.without_text:,} without text left out"
-        return f"{self.name}: {size}; {left_out}, {self.not_utf8:,} not UTF-8"
+        return (
+            f"{self.name}: {self.documents:,} documents, {self.tokens:,} tokens, {self.bytes / 1e6:,.1f} MB; "
+            f"{self.repeated:,} repeated ones and {self.without_text:,} without text left out, "
+            f"{self.not_utf8:,} not UTF-8"
+        )
 
     def stream(self) -> np.ndarray:
         """All tokens, [tokens]."""
@@ -168,9 +170,9 @@ def _prepared_folder(
                     raise ValueError("the documents changed while being read: try again when nothing writes to them")
                 unfinished.replace(folder)
     except OSError as error:
-        place = f"data.cache_dir={prefix.parent}"
         raise ValueError(
-            f"the documents cannot be read, or the prepared data cannot be written to {place}: {error}"
+            "the documents cannot be read, or the prepared data cannot be written to data.cache_dir="
+            f"{prefix.parent}: {error}"
         ) from None
     return folder
 
@@ -271,8 +273,10 @@ def _write_split(
                 counts["tokens"] += len(ids) + 1
                 counts["token_bytes"] += int(tokenizer.token_bytes[ids.astype(np.int64)].sum())
     if replaced > characters / 2:
-        remedy = "convert it, for example with iconv -f GB18030 -t UTF-8"
-        raise ValueError(f"more than half of the text for {name} is not UTF-8: {remedy}")
+        raise ValueError(
+            f"more than half of the text for {name} is not UTF-8: "
+            "convert it, for example with iconv -f GB18030 -t UTF-8"
+        )
     hashes = {"sha256": sha256(tokens_path), "files_sha256": sha256(files_path)}
     return {"name": name, "dtype": dtype, **counts, **hashes}
 
@@ -294,8 +298,9 @@ def _open(folder: Path) -> dict[str, Split]:
             _check(folder / f"{name}.bin", split.tokens * np.dtype(split.dtype).itemsize, split.sha256)
             _check(folder / f"{name}.files", split.documents * np.dtype("uint32").itemsize, split.files_sha256)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{folder} is damaged ({reason}): delete the folder to have it prepared again") from None
+        raise ValueError(
+            f"{folder} is damaged ({type(error).__name__}: {error}): delete the folder to have it prepared again"
+        ) from None
     return splits
 
 

@@ -44,10 +44,10 @@ def micro_batch_size(batch_size: int, grad_accum_steps: int, world_size: int) ->
     """Sequences in each micro-batch. Raises ValueError if the batch cannot be divided equally."""
     n = grad_accum_steps * world_size
     if batch_size % n:
-        divisor = f"{n} (trainer.grad_accum_steps={grad_accum_steps} x {world_size} processes)"
         next_multiple = -(-batch_size // n) * n
         raise ValueError(
-            f"trainer.batch_size={batch_size} must be a multiple of {divisor}; try trainer.batch_size={next_multiple}"
+            f"trainer.batch_size={batch_size} must be a multiple of {n} (trainer.grad_accum_steps={grad_accum_steps} x "
+            f"{world_size} processes); try trainer.batch_size={next_multiple}"
         )
     return batch_size // n
 
@@ -62,7 +62,7 @@ def batch_indices(
     what a step sees. Raises ValueError if the batch cannot be divided equally.
     """
     size = micro_batch_size(batch_size, grad_accum_steps, world_size)
-    starts = [step * batch_size + (m * world_size + rank) * size for m in range(grad_accum_steps)]
+    starts = range(step * batch_size + rank * size, (step + 1) * batch_size, world_size * size)
     return [range(start, start + size) for start in starts]
 
 

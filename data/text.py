@@ -19,7 +19,6 @@ from conf.files import announce
 from data import tables
 from data.prepare import Source
 from data.stream import TextData
-from data.tables import FORMATS
 
 # pydoc_data is one file of help text: 6 % of the library, and 40 % of the split it falls into. encodings has 70 tables
 # of characters that look alike: training would know those in validation.
@@ -69,14 +68,16 @@ class HuggingFace(TextData):
         patterns = [self.data_files] if isinstance(self.data_files, str) else self.data_files or []
         if self.path == "text":
             raise ValueError("data.path=text would drop line ends: for plain text use data=text data.files=GLOB")
-        return self._of_files(patterns) if self.path in FORMATS else self._of_hub(patterns)
+        return self._of_files(patterns) if self.path in tables.FORMATS else self._of_hub(patterns)
 
     def _of_files(self, patterns: list[str]) -> Source:
         """The rows of local files. Raises ValueError: an option is the hub's, or a file has no such column of text."""
         for key in ("subset", "split", "revision"):
             if getattr(self, key) not in (None, "train"):
-                problem = f"data.{key}={getattr(self, key)} is for a dataset on the hub"
-                raise ValueError(f"{problem}; data.path={self.path} reads all rows of data.data_files")
+                raise ValueError(
+                    f"data.{key}={getattr(self, key)} is for a dataset on the hub; "
+                    f"data.path={self.path} reads all rows of data.data_files"
+                )
         if not patterns:
             raise ValueError(f"data.path={self.path} reads local files: name them with data.data_files=GLOB")
         files = sorted(matching_files(patterns, "data.data_files"))
@@ -84,9 +85,8 @@ class HuggingFace(TextData):
             next(tables.read(path, self.path, self.text_field), None)
 
         def documents() -> Iterator[tuple[str, bytes]]:
-            rows = (row for _, path in files for row in tables.read(path, self.path, self.text_field))
-            for number, text in enumerate(rows):
-                yield str(number), _bytes(text)
+            of_files = (tables.read(path, self.path, self.text_field) for _, path in files)
+            return _numbered(itertools.chain.from_iterable(of_files))
 
         return Source(documents, partial(_fingerprint, files, self.text_field), f"{self.path} files {patterns}")
 
@@ -95,9 +95,9 @@ class HuggingFace(TextData):
         # A run may come from somebody else. `datasets` has formats that can run code, such as pandas with its pickles,
         # and reads any address; which ones differs among its versions.
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", self.path) or Path(self.path).exists():
-            remedy = "for local files give their format, as in data.path=parquet data.data_files=GLOB"
             raise ValueError(
-                f"data.path={self.path} is neither OWNER/NAME on the hub nor {', '.join(FORMATS)}; {remedy}"
+                f"data.path={self.path} is neither OWNER/NAME on the hub nor {', '.join(tables.FORMATS)}; "
+                "for local files give their format, as in data.path=parquet data.data_files=GLOB"
             )
         for pattern in patterns:
             if re.search(r"^[/~]|:|\.\.|\\", pattern):
@@ -111,9 +111,11 @@ class HuggingFace(TextData):
             )
             # The last one reads what an earlier call has cached.
             kind = type(builder).__module__.rpartition(".")[2]
-            if kind not in (*FORMATS, "cache"):
-                remedy = "for plain text, download the files and use data=text"
-                raise ValueError(f"its files are {kind}, but only these can be read: {', '.join(FORMATS)}; {remedy}")
+            if kind not in (*tables.FORMATS, "cache"):
+                raise ValueError(
+                    f"its files are {kind}, but only these can be read: {', '.join(tables.FORMATS)}; "
+                    "for plain text, download the files and use data=text"
+                )
             builder.download_and_prepare()
             rows = builder.as_dataset(self.split)
         except Exception as error:  # the library, the hub and the network have many
@@ -129,19 +131,20 @@ class HuggingFace(TextData):
 
         def documents() -> Iterator[tuple[str, bytes]]:
             batches = (batch[self.text_field] for batch in rows.iter(batch_size=1000))
-            for number, text in enumerate(itertools.chain.from_iterable(batches)):
-                yield str(number), _bytes(text)
+            return _numbered(itertools.chain.from_iterable(batches))
 
         # The rows are a copy of the files, which no longer changes.
         return Source(documents, lambda: rows._fingerprint, self.path)
 
 
-def _bytes(text: str | None) -> bytes:
-    """The text of a row, none as an empty one. Bytes that were no UTF-8 are as they were."""
-    try:
-        return (text or "").encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # halves of characters, which JSON can write: no UTF-8 either
-        return (text or "").encode("utf-8", "surrogatepass")
+def _numbered(texts: Iterable[str | None]) -> Iterator[tuple[str, bytes]]:
+    """Yield the number and the text of each row, none as an empty one. Bytes that were no UTF-8 are as they were."""
+    for number, text in enumerate(texts):
+        try:
+            raw = (text or "").encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:  # halves of characters, which JSON can write: no UTF-8 either
+            raw = (text or "").encode("utf-8", "surrogatepass")
+        yield str(number), raw
 
 
 def read_files(files: Iterable[tuple[str, Path]], document_bytes: int | None = None) -> Source:
@@ -242,8 +245,10 @@ def matching_files(patterns: list[str], key: str = "data.files") -> list[tuple[s
         names = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
         files = [Path(name) for name in names if os.path.isfile(name)]
         if not files:
-            remedy = f"for all files in a folder write {key}='FOLDER/**/*'; [[] matches a bracket"
-            raise ValueError(f"{key}={pattern} matches no file (relative to {Path.cwd()}); {remedy}")
+            raise ValueError(
+                f"{key}={pattern} matches no file (relative to {Path.cwd()}); "
+                f"for all files in a folder write {key}='FOLDER/**/*'; [[] matches a bracket"
+            )
         paths += files
         # The last part, the file's own, always belongs to the id.
         without_wildcards = itertools.takewhile(lambda part: not re.search(r"[*?[]", part), path.parts[:-1])
@@ -253,4 +258,4 @@ def matching_files(patterns: list[str], key: str = "data.files") -> list[tuple[s
     name_of: dict[Path, str] = {}
     for path in sorted(paths):
         name_of.setdefault(path.resolve(), path.relative_to(folder).as_posix())
-    return [(name, path) for path, name in name_of.items()]
+    return list(zip(name_of.values(), name_of, strict=True))

@@ -55,7 +55,7 @@ class Tokenizer:
         for piece, i in self.ranks.items():
             self.pieces[i] = piece
         # Counted before the special tokens have pieces: they stand for no bytes of a text.
-        self.token_bytes = torch.tensor([len(piece) for piece in self.pieces])  # int64 [vocab_size]
+        self.token_bytes = torch.tensor(list(map(len, self.pieces)))  # int64 [vocab_size]
         for special_token, i in special.items():
             self.pieces[i] = special_token.encode()
 
@@ -123,7 +123,7 @@ def _read_ranks(path: str, published: list[str]) -> dict[bytes, int]:
     try:
         # The user's file may be a link, so it is resolved. What `refuse_link` still refuses are pipes and devices:
         # reading one would wait for a writer, or never end.
-        lines = [line for line in refuse_link(Path(path).resolve()).read_bytes().splitlines() if line]
+        lines = list(filter(None, refuse_link(Path(path).resolve()).read_bytes().splitlines()))
         for line in lines:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
@@ -134,6 +134,8 @@ def _read_ranks(path: str, published: list[str]) -> dict[bytes, int]:
         if len(distinct) < len(lines) or min(distinct) < 0:
             raise ValueError("ranks must be distinct and not negative")
     except (OSError, ValueError) as error:
-        file = f"a vocabulary file (lines with a token in base64 and its rank): {error}"
-        raise ValueError(f"data.tokenizer={path} is neither bytes nor {', '.join(published)} nor {file}") from None
+        raise ValueError(
+            f"data.tokenizer={path} is neither bytes nor {', '.join(published)} nor "
+            f"a vocabulary file (lines with a token in base64 and its rank): {error}"
+        ) from None
     return ranks

@@ -24,23 +24,16 @@ class Effect(NamedTuple):
     weights: Weights
 
 
-class Section(NamedTuple):
-    """The effects that are corrected together: a section of tables.yaml."""
-
-    page: str  # of docs/log
-    archives: Mapping[str, str]  # by archive: words that tell it from the others; each effect is taken in each of them
-    effects: Sequence[Effect]
-
-
-def section(name: str, of: Mapping[str, Any]) -> Section:
-    """Return the section `of` tables.yaml."""
+def described(of: Mapping[str, Any]) -> list[Effect]:
+    """Return the effects of a section `of` tables.yaml, which are corrected together."""
     known = factorial(of["cells"], of["factors"]) if "cells" in of else {}
     effects = []
     for effect, terms in of["effects"].items():
-        at = terms.get("at", of["at"])
-        known[effect] = summed({term: factor for term, factor in terms.items() if term != "at"}, known)
+        weights = dict(terms)
+        at = weights.pop("at", of["at"])
+        known[effect] = summed(weights, known)
         effects += [Effect(effect, times, known[effect]) for times in at]
-    return Section(of.get("page", name), of.get("archives", {name: ""}), effects)
+    return effects
 
 
 def summed(terms: Weights, known: Mapping[str, Weights]) -> Weights:

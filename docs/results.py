@@ -40,7 +40,6 @@ SHOWN = dict.fromkeys(["fox", "alibi", "fox_rope", "kerple", "nope", "rope"]) | 
 }
 COUNTER = "a counter of pairs, two numbers, no training"
 CHAINS = {"markov": "Gain over the cut text where chains stay", "switch": "Gain where chains change"}
-COLOURED = [line for line in FIRST if line != "rope"]  # which is in ink
 
 
 def main(arguments: Sequence[str], root: Path = ROOT) -> None:
@@ -69,10 +68,12 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
             lines += ["", counted(described["counted"])]
         insert(page(described.get("page", name), root), name, lines)
     for name, described in TABLES["effects"].items():
-        section = effects.section(name, described)
-        if all(archive(of, root).is_file() for of in section.archives):
-            of_archives = {words: loaded(archive(of, root)) for of, words in section.archives.items()}
-            insert(page(section.page, root), f"effects of {name}", effects.rows(section.effects, of_archives))
+        # By archive: words that tell it from the others. Each effect is taken in each of them.
+        words_of = described.get("archives", {name: ""})
+        if all(archive(of, root).is_file() for of in words_of):
+            of_archives = {words: loaded(archive(of, root)) for of, words in words_of.items()}
+            lines = effects.rows(effects.described(described), of_archives)
+            insert(page(described.get("page", name), root), f"effects of {name}", lines)
 
 
 def loaded(file: Path) -> frame.Runs:
@@ -99,7 +100,7 @@ def picture(root: Path) -> bytes:
         runs = loaded(archive(name, root))
         # The best of these lines is not the best of all, so the table is made of them alone.
         table = results(runs._replace(results=runs.results[runs.results.line.isin(FIRST)]))
-        plot.gain(table, ax, lines=COLOURED)
+        plot.gain(table, ax, lines=[line for line in FIRST if line != "rope"])  # which is in ink
         plot.titled(ax, title, "bars: 95 % interval; dashed: read otherwise")
     return plot.written(axes[0], "svg")
 

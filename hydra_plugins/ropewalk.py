@@ -22,7 +22,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-FLAGS = ("config-path", "config-name", "config-dir")  # of Hydra, that say what is composed
+FLAGS = ("config_path", "config_name", "config_dir")  # of Hydra, that say what is composed
 
 
 class Grid(BasicSweeper):
@@ -49,8 +49,7 @@ class Grid(BasicSweeper):
         if not jobs:
             raise ValueError(f"{' '.join(arguments)}: no option matches glob(...), so there is nothing to run")
         configs = [loader.load_sweep_config(self.config, job) for job in jobs]
-        fixed = set.intersection(*map(set, jobs))
-        labels = [" ".join(option for option in job if option not in fixed) for job in jobs]
+        labels = _varying(jobs)
         if self.plan:
             left = resolve_name(self.plan)(jobs, configs, labels)
             labels, jobs = [*left], [*left.values()]
@@ -60,6 +59,15 @@ class Grid(BasicSweeper):
             print(f"failed: {', '.join(failed)}; rerun the same command to retry", file=sys.stderr)
             raise SystemExit(1)
         return [results]
+
+
+def _varying(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """The overrides of each job that not all of them have."""
+    fixed = set.intersection(*map(set, jobs))
+    labels = []
+    for job in jobs:
+        labels.append(" ".join(option for option in job if option not in fixed))
+    return labels
 
 
 def _check_repeated(overrides: Sequence[Override]) -> None:
@@ -121,7 +129,7 @@ def _program(config: DictConfig) -> list[str]:
 
     start = [sys.argv[0]] if __main__.__spec__ is None else ["-m", __main__.__spec__.name]
     flags = vars(get_args_parser().parse_known_args(sys.argv[1:])[0])
-    given = [f"--{name}={flags[name.replace('-', '_')]}" for name in FLAGS if flags[name.replace("-", "_")]]
+    given = [f"--{name.replace('_', '-')}={flags[name]}" for name in FLAGS if flags[name]]
     of_hydra = [override for override in config.hydra.overrides.hydra if not override.startswith("hydra.mode=")]
     return [*start, *given, *of_hydra]
 

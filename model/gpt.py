@@ -296,9 +296,9 @@ class GPT(nn.Module):
         # grow with the number of layers.
         residual_std = self.cfg.init_std / math.sqrt(2 * self.cfg.n_layer)
         # Encodings initialise their own parameters, below.
-        encoding_ids = {id(p) for pe in self.encodings for p in pe.parameters()}
+        of_encodings = {*nn.ModuleList(self.encodings).parameters()}
         for name, p in self.named_parameters():
-            if id(p) in encoding_ids:
+            if p in of_encodings:
                 continue
             values = torch.zeros(p.shape)  # of one parameter at a time
             if name.endswith("mix.conv"):  # as PyTorch's Conv1d: uniform up to 1 / sqrt(tokens)

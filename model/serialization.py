@@ -61,8 +61,9 @@ def describe(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / DESCRIPTION
     if not path.is_file():
-        remedy = "has the run finished training? For a model of transformers write hf: before its name"
-        raise ValueError(f"{path} is missing: {remedy}")
+        raise ValueError(
+            f"{path} is missing: has the run finished training? For a model of transformers write hf: before its name"
+        )
     description = read_json(path)
     version = description.get("format")
     if version != FORMAT:

@@ -10,7 +10,7 @@ def n_parameters(net: GPT) -> dict[str, int]:
     total = sum(p.numel() for p in net.parameters())
     # A set, since tied weights are one tensor under two names.
     embedding = sum(p.numel() for p in {net.embedding.weight, net.head.weight})
-    position = sum(p.numel() for pe in net.distinct_encodings for p in pe.parameters())
+    position = sum(p.numel() for p in nn.ModuleList(net.distinct_encodings).parameters())
     body = total - embedding - position
     return {"total": total, "embedding": embedding, "position": position, "body": body}
 

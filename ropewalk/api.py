@@ -15,12 +15,11 @@ from torch import Tensor
 
 from conf.options import CONF_DIR, encoding_names
 from conf.options import encoding as options_of_encoding
-from conf.schema import GPTConfig, parse
+from conf.schema import MAX_LEN, GPTConfig, parse
 from data.base import Data
-from model import position
 from model.generation import check_ids, generate
 from model.gpt import GPT
-from model.position import PositionEncoding, Shape, layer
+from model.position import PositionEncoding, Shape, build_encodings, layer, parts
 from model.position.network import for_length
 from ropewalk.app.compose import composed
 from ropewalk.app.configure import configure
@@ -30,7 +29,6 @@ from ropewalk.report import frame, table
 from ropewalk.run.directory import RunDir
 from ropewalk.run.stop import INTERRUPTED
 
-MAX_LEN = 2**24  # tokens: the longest training length
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 # Decorates a function: arguments of other types than its signature says are a ValueError, which lists them.
@@ -240,7 +238,7 @@ def train(*overrides: str, config: DictConfig | None = None) -> Path:
 
 @checked
 def encoding(
-    name: str, *, n_head: int, head_dim: int, train_len: Annotated[int, Field(ge=1, le=MAX_LEN)],
+    name: str, *, n_head: int, head_dim: int, train_len: int,
     n_kv_head: int | None = None, dim: int | None = None, seed: Seed = 0, **options: Any,
 ) -> PositionEncoding:  # fmt: skip
     """Build the encoding conf/pe/`name`.yaml for one layer of a network of your own, with initial parameters.
@@ -256,11 +254,11 @@ def encoding(
     """
     chosen = options_of_encoding({"pe": name, **options})
     if "pattern" in chosen:
-        parts = {key: part["name"] for key, part in position.parts(chosen).items()}
-        raise ValueError(f"{name} is a pattern over layers: build its parts, one for each layer: {parts}")
+        by_name = {key: part["name"] for key, part in parts(chosen).items()}
+        raise ValueError(f"{name} is a pattern over layers: build its parts, one for each layer: {by_name}")
     sizes = {"n_head": n_head, "head_dim": head_dim, "n_kv_head": n_kv_head, "n_layer": 1}
     cfg = parse(GPTConfig, sizes | {"dim": n_head * head_dim if dim is None else dim})
-    (pe,) = position.build_encodings(chosen, Shape.of(cfg, train_len))
+    (pe,) = build_encodings(chosen, Shape.of(cfg, train_len))
     layer.init_parameters(pe, torch.Generator().manual_seed(seed))
     pe.active_scale = max(pe.scales)
     return pe
@@ -313,17 +311,20 @@ def _check_tensors(pe: PositionEncoding, given: Mapping[str, Tensor]) -> None:
     }
     for name, tensor in given.items():
         if tensor.shape != shapes[name]:
-            remedy = "use transpose(1, 2) if it is [B, T, H, D]; there is no cache"
-            raise ValueError(f"{name} is {tuple(tensor.shape)}, not {shapes[name]}, as q has T = {length}; {remedy}")
-        is_of_q = (
-            name == "x" or tensor.dtype == q.dtype
-        )  # the layer's input may be wider than what attention computes in
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)}, not {shapes[name]}, as q has T = {length}; "
+                "use transpose(1, 2) if it is [B, T, H, D]; there is no cache"
+            )
+        # The layer's input may be wider than what attention computes in.
+        is_of_q = name == "x" or tensor.dtype == q.dtype
         if not (tensor.is_floating_point() and is_of_q and tensor.device == q.device):
-            problem = f"{name} is {tensor.dtype} on {tensor.device}, q {q.dtype} on {q.device}"
-            raise ValueError(f"{problem}: all must be floating-point numbers of one type, on one device")
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, q {q.dtype} on {q.device}: "
+                "all must be floating-point numbers of one type, on one device"
+            )
         for parameter in pe.parameters():
             if parameter.device != tensor.device or parameter.dtype.itemsize < tensor.dtype.itemsize:
-                problem = (
-                    f"{name} is {tensor.dtype} on {tensor.device}, parameters {parameter.dtype} on {parameter.device}"
+                raise ValueError(
+                    f"{name} is {tensor.dtype} on {tensor.device}, parameters {parameter.dtype} on {parameter.device}: "
+                    "call pe.to(x)"
                 )
-                raise ValueError(f"{problem}: call pe.to(x)")

@@ -17,16 +17,14 @@ from lab.benchmarks.attention import attention
 from lab.benchmarks.measure import begun, markdown
 from lab.benchmarks.peers import peers
 from lab.benchmarks.training import training
-from ropewalk.app.cli import program
 
 MODES = {"attention": attention, "training": training, "peers": peers}
 
 
-class BenchOptions(Options):
+class Arguments(Options):
     mode: Literal["attention", "training", "peers"]
 
 
-@program(BenchOptions)
-def main(options: BenchOptions) -> None:
-    for line in markdown(MODES[options.mode](begun(options))):
+def main(args: Arguments) -> None:
+    for line in markdown(MODES[args.mode](begun(args))):
         print(line, flush=True)

@@ -14,11 +14,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("scripts.check_gpu")
 
-from lab.benchmarks import Options
+from lab.benchmarks import Options as Arguments
 from lab.benchmarks.exactness import check
-from ropewalk.app.cli import program
 
 
-@program(Options)
-def main(options: Options) -> None:
-    raise SystemExit(check(options))
+def main(args: Arguments) -> None:
+    raise SystemExit(check(args))

@@ -11,10 +11,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("scripts.draw")
 
-from lab.pictures import gallery
-from ropewalk.app.cli import program
+from lab.pictures.gallery import Arguments, write
 
 
-@program(gallery.Arguments)
-def main(args: gallery.Arguments) -> None:
-    gallery.write(args)
+def main(args: Arguments) -> None:
+    write(args)

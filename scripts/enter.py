@@ -13,10 +13,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("scripts.enter")
 
-from lab.board import board
-from ropewalk.app.cli import program
+from lab.board.board import Arguments, enter
 
 
-@program(board.Arguments)
-def main(args: board.Arguments) -> None:
-    board.enter(args)
+def main(args: Arguments) -> None:
+    enter(args)

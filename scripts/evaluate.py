@@ -22,7 +22,6 @@ import torch
 
 from conf.schema import Count, Precision, Section
 from ropewalk.app import configure, init_from
-from ropewalk.app.cli import program
 from ropewalk.evaluation import results
 from ropewalk.evaluation.evaluator import Evaluator
 from ropewalk.evaluation.measures.base import Measure, build
@@ -45,7 +44,6 @@ class Arguments(Section):
     cache_dir: str
 
 
-@program(Arguments)
 def main(args: Arguments) -> None:
     path = init_from.directory(args.run, args.cache_dir)
     # Locked until the end, so that nobody trains the run further between what is read here and what is written.

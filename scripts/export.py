@@ -15,10 +15,8 @@ from pydantic import Field
 
 from conf.schema import Count, Section
 from data.text import TextData
-from ropewalk import hf
-from ropewalk.app.cli import program
 from ropewalk.app.init_from import opened
-from ropewalk.hf import tokenizers
+from ropewalk.hf import export, tokenizers
 
 
 class Arguments(Section):
@@ -28,7 +26,6 @@ class Arguments(Section):
     scale: float | None = Field(gt=0)
 
 
-@program(Arguments)
 def main(args: Arguments) -> None:
     trained = opened(args.run, step=args.step)
     data = trained.data
@@ -39,5 +36,5 @@ def main(args: Arguments) -> None:
             "eos_token_id": data.encoder.eot,
             "tokenizer": partial(tokenizers.write, data.encoder, bos=data.text_start),
         }
-    model_class = hf.export(trained.network(), trained.description, args.out, scale=args.scale, **of_text)
+    model_class = export(trained.network(), trained.description, args.out, scale=args.scale, **of_text)
     print(f"wrote {args.out}: {model_class}; its README.md says how to open it")

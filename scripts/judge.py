@@ -15,10 +15,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("scripts.judge")
 
-from lab.board import tries
-from ropewalk.app.cli import program
+from lab.board.tries import Arguments, judged
 
 
-@program(tries.Arguments)
-def main(args: tries.Arguments) -> None:
-    raise SystemExit(tries.judged(args))
+def main(args: Arguments) -> None:
+    raise SystemExit(judged(args))

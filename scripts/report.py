@@ -20,12 +20,11 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from conf.errors import ConfigError
 from conf.files import printable, write_bytes, write_text
 from conf.schema import Section
-from ropewalk.app.cli import program
 from ropewalk.evaluation import archive
 from ropewalk.report import frame, page, table
 
@@ -34,7 +33,11 @@ TEXTS = {"md": page.markdown, "csv": page.csv}  # without out=, to the terminal
 
 
 class Arguments(Section):
-    folders: Annotated[list[str], Field(min_length=1)] | str
+    folders: Annotated[
+        list[str],
+        Field(min_length=1),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    ]
     format: Format | None
     out: str | None
     reference: str
@@ -43,28 +46,37 @@ class Arguments(Section):
     title: bool
 
 
-@program(Arguments)
 def main(args: Arguments) -> None:
-    # The format that the file's name asks for; a page by default.
-    kind = args.format or Path(args.out or page.PAGE).suffix.removeprefix(".")
-    if kind not in get_args(Format):
-        raise ConfigError(f"out={args.out}: its extension must be one of .{', .'.join(get_args(Format))}")
-    folders = [args.folders] if isinstance(args.folders, str) else args.folders
-    runs = frame.load(folders, args.only, args.exclude)
+    kind = format_of(args)
+    runs = frame.load(args.folders, args.only, args.exclude)
     if runs.runs.empty and not runs.left_out:
         asked = f" with a name that fits only={args.only} exclude={args.exclude}" if args.only or args.exclude else ""
-        raise ConfigError(f"no run{asked} is in {', '.join(folders)}: a run is a directory with a config.yaml")
-
-    # In the first folder, as some of `folders` may be files of results; without one where the program runs.
-    first_folder = next((Path(folder) for folder in folders if Path(folder).is_dir()), Path())
-    out = None
-    if args.out or kind not in TEXTS:
-        out = Path(args.out or first_folder / Path(page.PAGE).with_suffix(f".{kind}"))
+        raise ConfigError(f"no run{asked} is in {', '.join(args.folders)}: a run is a directory with a config.yaml")
+    out = place_of(args, kind)
     write(out, kind, runs, args)
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
     if out:
         print(f"wrote {out}: {sum(runs.runs.get('done', []))} complete runs, {len(runs.left_out)} left out")
+
+
+def format_of(args: Arguments) -> str:
+    """Return the format that is asked for, perhaps by the file's name; a page by default."""
+    kind = args.format or Path(args.out or page.PAGE).suffix.removeprefix(".")
+    if kind not in get_args(Format):
+        raise ConfigError(f"out={args.out}: its extension must be one of .{', .'.join(get_args(Format))}")
+    return kind
+
+
+def place_of(args: Arguments, kind: str) -> Path | None:
+    """Return the file to write; None: the terminal, to which a text goes that no file was named for."""
+    if args.out:
+        return Path(args.out)
+    if kind in TEXTS:
+        return None
+    # In the first folder, as some of `folders` may be files of results; without one where the program runs.
+    folder = next(filter(Path.is_dir, map(Path, args.folders)), Path())
+    return folder / Path(page.PAGE).with_suffix(f".{kind}")
 
 
 def write(out: Path | None, kind: str, runs: frame.Runs, args: Arguments) -> None:

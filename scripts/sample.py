@@ -23,7 +23,6 @@ from conf.files import printable, read_text
 from conf.schema import Count, Section
 from model.position.network import for_length
 from ropewalk import Model
-from ropewalk.app.cli import program
 from ropewalk.app.configure import chosen_variant
 from ropewalk.app.init_from import opened
 from ropewalk.training.hardware import Hardware
@@ -41,7 +40,6 @@ class Arguments(Section):
     device: str
 
 
-@program(Arguments)
 def main(args: Arguments) -> None:
     trained = opened(args.run, step=args.step)
     prompt = args.prompt

@@ -27,7 +27,7 @@ from lab.board import tries
 from model import serialization
 from ropewalk.app.compose import composed, plain
 from ropewalk.app.configure import train_values
-from ropewalk.app.resolve import check
+from ropewalk.app.resolve import completed
 from ropewalk.evaluation.results import load_all
 
 LOG = sorted(ROOT.glob("docs/log/*.md"))
@@ -125,7 +125,7 @@ def check_job(program, overrides):
     """Compose what a program gets, and make the checks that come before any work."""
     if program == "train":
         from_scratch = [override for override in overrides if not override.startswith(NEEDS_A_RUN)]
-        check(train_values(*from_scratch))
+        completed(train_values(*from_scratch))
         return
     module = import_module(f"scripts.{program}")
     with composed(program, *overrides) as config:

@@ -82,8 +82,7 @@ def test_effects_of_a_design_are_differences_of_means():
 
 def test_a_section_may_name_lines_and_effects_above():
     terms = {"up": {"a": 1, "b": -1}, "more": {"at": [8], "up": 2, "a": -1, "c": -1}}
-    section = effects.section("two", {"at": [1, 8], "effects": terms})
+    found = effects.described({"at": [1, 8], "effects": terms})
 
-    assert (section.page, section.archives) == ("two", {"two": ""})
-    assert [(effect.name, effect.times) for effect in section.effects] == [("up", 1), ("up", 8), ("more", 8)]
-    assert section.effects[-1].weights == {"a": 1, "b": -2, "c": -1}
+    assert [(effect.name, effect.times) for effect in found] == [("up", 1), ("up", 8), ("more", 8)]
+    assert found[-1].weights == {"a": 1, "b": -2, "c": -1}

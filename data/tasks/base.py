@@ -90,21 +90,21 @@ class Generated(Data):
     def check_length(self, length: int, possible: bool, needs: str) -> None:
         """Raise ValueError, which says what these texts need, if one of `length` tokens is not possible."""
         if not possible:
-            remedy = "choose train_len and eval.lengths accordingly"
-            raise ValueError(f"{type(self).__name__} needs {needs}, not {length}: {remedy}")
+            raise ValueError(
+                f"{type(self).__name__} needs {needs}, not {length}: choose train_len and eval.lengths accordingly"
+            )
 
     def encode(self, text: str) -> list[int]:
         """Token ids of symbols separated by spaces. Raises ValueError: names a symbol that does not exist."""
-        id_of = {symbol: i for i, symbol in enumerate(self.vocab)}
+        id_of = dict(zip(self.vocab, range(self.vocab_size), strict=True))
         for symbol in text.split():
             if symbol not in id_of:
                 raise ValueError(f"{symbol!r} is not a symbol of this data; its symbols are: {' '.join(id_of)}")
-        return [id_of[symbol] for symbol in text.split()]
+        return list(map(id_of.__getitem__, text.split()))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The symbols of token ids, separated by spaces."""
-        vocab = self.vocab
-        return " ".join(vocab[i] for i in ids)
+        return " ".join(map(self.vocab.__getitem__, ids))
 
 
 @dataclass(kw_only=True, eq=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from string import ascii_lowercase
 from typing import Annotated, NamedTuple
 
@@ -40,13 +41,15 @@ class Counting(Task):
         self.weights = list(self.weights)
         set_weight, pass_weight, add_weight = self.weights
         if set_weight == 0 or add_weight > 10 * (set_weight + pass_weight):
-            needs = "the weights of set (above 0), pass and increment, the last at most 10 times the sum of the others"
-            raise ValueError(f"data.weights={self.weights} must be {needs}; else all programs end at the cap")
+            raise ValueError(
+                f"data.weights={self.weights} must be the weights of set (above 0), pass and increment, "
+                "the last at most 10 times the sum of the others; else all programs end at the cap"
+            )
 
     @property
     def vocab(self) -> list[str]:
         names = ascii_lowercase[: self.variables]
-        operations = [f"{name}{sign}" for sign in ("=0", "++", "?") for name in names]
+        operations = [name + sign for sign, name in product(("=0", "++", "?"), names)]
         return [PAD, "pass", *operations, *map(str, range(self.cap + 1))]
 
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:

@@ -51,7 +51,7 @@ class Markov(Generated):
 
     @property
     def vocab(self) -> list[str]:
-        return [f"s{i}" for i in range(self.symbols)]
+        return list(map("s{}".format, range(self.symbols)))
 
     @property
     def reach(self) -> int:

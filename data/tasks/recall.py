@@ -39,13 +39,15 @@ class Recall(Task):
         possible = self.keys**self.key_len
         # The keys of a text are different, and it draws one random number for each possible key.
         if not self.pairs <= possible <= MOST:
-            keys = f"data.key_len={self.key_len} of data.keys={self.keys} makes {possible:,} keys"
-            raise ValueError(f"data.pairs={self.pairs}: {keys}, which must be at least as many, and at most {MOST:,}")
+            raise ValueError(
+                f"data.pairs={self.pairs}: data.key_len={self.key_len} of data.keys={self.keys} makes {possible:,} "
+                f"keys, which must be at least as many, and at most {MOST:,}"
+            )
 
     @property
     def vocab(self) -> list[str]:
-        keys = [f"k{i}" for i in range(self.keys)]
-        values = [f"v{i}" for i in range(self.values)]
+        keys = map("k{}".format, range(self.keys))
+        values = map("v{}".format, range(self.values))
         return [".", *keys, *values]
 
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:

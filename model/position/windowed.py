@@ -172,8 +172,10 @@ class SelfExtend(NearWindow):
         # Relative positions left beyond the window, for all tokens of the target length that lie there.
         room = 2 * self.original_len / 3 - self.near_window
         if group is None and room <= 0:
-            limit = f"must be below 2/3 of pe.original_len={self.original_len}, unless pe.group is given"
-            raise ValueError(f"pe.near_window={self.near_window} {limit}")
+            raise ValueError(
+                f"pe.near_window={self.near_window} must be below 2/3 of pe.original_len={self.original_len}, "
+                "unless pe.group is given"
+            )
         self.group = group or math.ceil((scale * self.original_len - self.near_window) / room)
         self.set_scales(scale)
 

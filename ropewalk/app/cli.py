@@ -4,16 +4,14 @@ Nothing here imports PyTorch, so that a mistake is answered at once.
 """
 
 import argparse
-import functools
 import json
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
 from importlib import import_module
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import hydra
 import yaml
@@ -29,29 +27,13 @@ from ropewalk.app.explain import ERRORS, check_overrides, explain, help_text
 from ropewalk.app.side_by_side import LAUNCHER, RESULT
 from ropewalk.run.stop import INTERRUPTED, PARENT, STOPPED, die_with_parent
 
-if TYPE_CHECKING:  # the schema takes as long to import as all else that answers a typo
-    from conf.schema import S
-
 FULL_ERROR = "HYDRA_FULL_ERROR"  # environment variable: 1 shows where an error arose
-
-
-def program(schema: "type[S]") -> Callable[[Callable[["S"], Any]], Callable[[DictConfig], Any]]:
-    """Decorate the main function of a program: it gets what Hydra has composed as an instance of `schema`."""
-
-    def decorate(function: Callable[["S"], Any]) -> Callable[[DictConfig], Any]:
-        @functools.wraps(function)
-        def main(config: DictConfig) -> Any:
-            from conf.schema import parse  # which the schema has imported by now
-
-            return function(parse(schema, plain(config)))
-
-        return main
-
-    return decorate
 
 
 def run(module: str, schema: str | None = None) -> NoReturn:
     """Run the program in `module` as an application of Hydra, configured by conf/NAME.yaml, NAME its last word.
+
+    Its function `main` gets what Hydra has composed; checked, if the module has a schema for it, `Arguments`.
 
     A user's mistake ends the program with one message and exit code 2, without a traceback, and Ctrl-C with 130. It
     ends silently if nobody reads its output, as after `| head`.
@@ -147,8 +129,12 @@ class Task:
         with env_override({FULL_ERROR: self.full_error}):
             try:
                 check_overrides()
-                self.check(config)
-                result = import_module(self.module).main(config)
+                # Before all is imported that a run needs. Of a run that starts from a model, the model decides what
+                # lies beneath: it is checked in its place.
+                if self.schema and config.get("init_from") is None:
+                    _checked(resolve_name(self.schema), config)
+                program: Any = import_module(self.module)
+                result = program.main(_checked(program.Arguments, config) if hasattr(program, "Arguments") else config)
             except SystemExit as end:  # in a sweep some programs say by their exit code what they have found
                 if is_alone or end.code in (STOPPED, INTERRUPTED):
                     raise
@@ -163,13 +149,12 @@ class Task:
             os.write(int(result_to), json.dumps(result).encode())
         return result
 
-    def check(self, config: DictConfig) -> None:
-        """Raise ValueError for what the schema shows to be wrong, before all is imported that a run needs."""
-        # Of a run that starts from a model, the model decides what lies beneath: it is checked in its place.
-        if self.schema and config.get("init_from") is None:
-            from conf.schema import parse
 
-            parse(resolve_name(self.schema), plain(config))
+def _checked(schema: Any, config: DictConfig) -> Any:
+    """Return what Hydra has composed as an instance of `schema`. Raises ConfigError: a line for each mistake."""
+    from conf.schema import parse  # it takes as long to import as all else that answers a typo
+
+    return parse(schema, plain(config))
 
 
 def fail(error: Exception) -> None:

@@ -16,7 +16,7 @@ from ropewalk.app.compose import composed, plain
 from ropewalk.app.resolve import (
     Options,
     base_model,
-    check,
+    completed,
     load_config,
     readable,
     resolve,
@@ -138,8 +138,10 @@ def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
     for key, value in values["model"].items():
         theirs = base["model"].get(key)
         if value != theirs and key not in ("dropout", "init_std"):  # another value of these fits the same weights
-            remedy = "leave it out, or take what fits with init_partial=true"
-            raise ConfigError(f"model.{key}={value} contradicts {source}, which has {theirs}: {remedy}")
+            raise ConfigError(
+                f"model.{key}={value} contradicts {source}, which has {theirs}: "
+                "leave it out, or take what fits with init_partial=true"
+            )
     readable(base, values["pe"], remedy="init_partial=true starts from them all the same", dropping=True)
 
 
@@ -153,7 +155,7 @@ def evaluation(path: Path, trained: Options, pe: Options | None, asked: Options)
     # What is read is the network of model.json, which carries a checksum.
     values |= {key: trained[key] for key in ("model", "pe", "train_len")}
     evaluation = over(values["eval"], asked, typed(), "eval.")
-    cfg = check(values | {"eval": evaluation, "runs_dir": str(path.parent), "name": path.name})
+    cfg = completed(values | {"eval": evaluation, "runs_dir": str(path.parent), "name": path.name})
     wanted = [chosen_variant(trained, pe)] if pe else cfg.eval.variants or []
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
 

@@ -60,8 +60,10 @@ def check_overrides() -> None:
     config = HydraConfig.get()
     for override in config.overrides.task:
         if override.startswith("~"):
-            remedy = "set another value, as in logger=none, optim.grad_clip=null or pe=NAME"
-            raise ConfigError(f"{override}: keys cannot be removed; {remedy}")
+            raise ConfigError(
+                f"{override}: keys cannot be removed; "
+                "set another value, as in logger=none, optim.grad_clip=null or pe=NAME"
+            )
         group, _, choice = override.partition("=")
         if choice == "{}":
             raise ConfigError(f"{override} changes nothing: name an option, as in pe=yarn, or a key, as in pe.scale=8")
@@ -125,8 +127,8 @@ def _unknown_key(key: str, siblings: Iterable[str]) -> str:
     if "; available: " not in message:  # a similar or a foreign name was found
         return message
     word = key.rpartition(".")[2]
-    files = [(path.parent.name, path.stem) for path in sorted(CONF_DIR.glob("*/*.yaml"))]
-    having = [f"{group}={name}" for group, name in files if word in comments(group, name)]
+    paths = sorted(CONF_DIR.glob("*/*.yaml"))
+    having = [f"{path.parent.name}={path.stem}" for path in paths if word in comments(path.parent.name, path.stem)]
     # A pattern shows only those options of its parts that it sets; ++ adds another.
     remedy = f"; a pattern takes ++{key}=..." if key.startswith("pe.") else ""
     return f"{message}. These have it: {', '.join(having)}{remedy}" if having else message

@@ -109,9 +109,11 @@ def vocab_size(data: Data, base: Options) -> int:
     tokenizer, size = base.get("tokenizer"), int(base["vocab_size"])
     differs = tokenizer and not data.tokenizer_identity().items() <= tokenizer.items()
     if differs or _largest_id(data) >= size:
-        what = f"{base['source']} has a vocabulary of {size} tokens, the data one of {data.vocab_size}"
-        remedy = "leave out data.tokenizer to use the model's own, or choose its data"
-        raise ConfigError(f"{what}: {remedy}; if its tokenizer has tokens that the model lacks, remove them")
+        raise ConfigError(
+            f"{base['source']} has a vocabulary of {size} tokens, the data one of {data.vocab_size}: "
+            "leave out data.tokenizer to use the model's own, or choose its data; "
+            "if its tokenizer has tokens that the model lacks, remove them"
+        )
     return size
 
 
@@ -136,8 +138,10 @@ def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
         weights = serialization.read_weights(source, base)
     wrong = serialization.mismatched_tensors(net, weights)
     if wrong and not partial:
-        reason = f"{', '.join(wrong[:5])} differ in name or shape; init_partial=true takes those that fit"
-        raise ConfigError(f"the weights of {source} do not fit: {reason}")
+        raise ConfigError(
+            f"the weights of {source} do not fit: "
+            f"{', '.join(wrong[:5])} differ in name or shape; init_partial=true takes those that fit"
+        )
     if not weights.keys() - wrong:
         raise ConfigError(f"none of the weights of {source} fits")
     tensors = net.state_dict()

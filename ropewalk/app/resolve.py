@@ -37,7 +37,7 @@ def resolve(values: Mapping[str, Any]) -> Config:
 
     Raises ConfigError: a line for each mistake.
     """
-    cfg = check(values)
+    cfg = completed(values)
     base = base_model(cfg.init_from)
     if base:
         cfg = _with_length(cfg, base["train_len"])
@@ -70,7 +70,7 @@ def load_config(run: Path) -> Config:
     """Read and check the configuration of a run. Raises ConfigError if the file is damaged."""
     values = read_config(run)
     with naming_damage(run / "config.yaml", RESTORE):
-        return check(values)
+        return completed(values)
 
 
 def with_variants(cfg: Config, encodings: Sequence[dict[str, Any]]) -> Config:
@@ -103,7 +103,7 @@ def for_this_machine(cfg: Config) -> tuple[Config, Hardware]:
     return cfg.model_copy(update={"trainer": trainer}), hardware
 
 
-def check(values: Mapping[str, Any]) -> Config:
+def completed(values: Mapping[str, Any]) -> Config:
     """Return the plain, resolved `values` as a configuration, with its name and the encoding's null options filled in.
 
     Raises ValueError: names every unknown key with its nearest known one, and every bad value.
@@ -122,7 +122,8 @@ def check(values: Mapping[str, Any]) -> Config:
     cfg = cfg.model_copy(update={"stages": stages})
     rules = [
         *_rules_of_evaluation(cfg, net),
-        *_rules_of_training(cfg, net),
+        *_rules_of_training(cfg),
+        *_rules_of_positions(cfg, net),
         *_rules_of_shared_texts(cfg),
     ]
     contradictions = [message for broken, message in rules if broken]
@@ -149,17 +150,15 @@ def _resolve_stage(cfg: Config, stage: Stage, net: GPT) -> Stage:
         raise ConfigError(f"stages: train_len={stage.train_len} must divide train_len={cfg.train_len}")
     # A stage may give some options of a pattern's part: the others stay.
     pe, stage_net = resolve_encoding(over(stage.pe, cfg.pe), cfg.model, stage.train_len)
-    if _parameters(stage_net) != _parameters(net):
+    if _kinds(stage_net) != _kinds(net) or serialization.mismatched_tensors(stage_net, net.state_dict()):
         raise ConfigError(f"stages: pe={stage.pe} gives another class or other parameters than pe={cfg.pe['name']}")
     _check_positions(cfg, stage_net)
     return stage.model_copy(update={"pe": pe})
 
 
-def _parameters(net: GPT) -> Any:
-    """Which layers share an encoding, of which class, and the names and shapes of all parameters."""
-    encodings = [(net.encodings.index(pe), type(pe)) for pe in net.encodings]
-    shapes = {name: p.shape for name, p in net.named_parameters()}
-    return encodings, shapes
+def _kinds(net: GPT) -> list[tuple[int, type]]:
+    """Which layers share an encoding, and of which class."""
+    return [(net.encodings.index(pe), type(pe)) for pe in net.encodings]
 
 
 Rules = list[tuple[bool, str]]  # (whether a rule is broken, the message if it is)
@@ -185,30 +184,37 @@ def _rules_of_evaluation(cfg: Config, net: GPT) -> Rules:
     ]  # fmt: skip
 
 
-def _rules_of_training(cfg: Config, net: GPT) -> Rules:
-    """Stages leave steps for the last part, init_optimizer has a run, and positions, windows and ranks fit."""
+def _rules_of_training(cfg: Config) -> Rules:
+    """Stages leave steps for the last part, init_optimizer has a run, and what is chosen goes together."""
     t = cfg.trainer
-    positions_drawn = t.positions != "consecutive"
     in_stages = sum(stage.steps for stage in cfg.stages)
     unlike_a_run = cfg.init_partial or cfg.init_from is None or cfg.init_from.startswith("hf:")
-    longest_window = max(pe.window or 0 for pe in net.encodings)
     return [
         (bool(cfg.stages) and in_stages >= t.max_steps,
          f"stages: they take {in_stages} steps, and trainer.max_steps={t.max_steps} leaves none after them"),
         (cfg.init_optimizer and unlike_a_run,
          "init_optimizer=true needs all weights of a run: init_from=RUN, without init_partial"),
+        (t.deterministic and t.kernels is True,
+         "trainer.deterministic=true: kernels add in any order, so it needs trainer.kernels=false"),
+        (t.replicas > 1 and t.strategy != "fsdp",
+         f"trainer.replicas={t.replicas} needs trainer=fsdp; with ddp every process has a copy of the model"),
+    ]  # fmt: skip
+
+
+def _rules_of_positions(cfg: Config, net: GPT) -> Rules:
+    """What a step draws is possible: positions in a longer text, and windows shorter than those of `net`."""
+    t = cfg.trainer
+    positions_drawn = t.positions != "consecutive"
+    longest_window = max(pe.window or 0 for pe in net.encodings)
+    return [
         (positions_drawn and (t.max_position or 0) < cfg.train_len,
          f"trainer.max_position={t.max_position}: trainer.positions={t.positions} needs the length of a text, at least "
          f"train_len={cfg.train_len}"),
         (positions_drawn and cfg.data.get("documents") == "mask",
          "data.documents=mask: positions restart in each document; leave out trainer.positions"),
-        (t.deterministic and t.kernels is True,
-         "trainer.deterministic=true: kernels add in any order, so it needs trainer.kernels=false"),
         (t.short_window is not None and longest_window <= t.short_window,
          f"trainer.short_window={t.short_window}: pe={cfg.pe['name']} has no window longer than that; leave it out, or "
          "set pe.window above it"),
-        (t.replicas > 1 and t.strategy != "fsdp",
-         f"trainer.replicas={t.replicas} needs trainer=fsdp; with ddp every process has a copy of the model"),
     ]  # fmt: skip
 
 
@@ -317,12 +323,11 @@ def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = Fal
     family = family_of(net.encodings)
     old_family = family_of(old_net.encodings)
     # Options decide the shapes of parameters, and whether layers share them.
-    shapes = {name: p.shape for name, p in net.named_parameters()}
-    old_shapes = {name: p.shape for name, p in old_net.named_parameters()}
+    wrong = serialization.mismatched_tensors(net, old_net.state_dict())
     layers = zip(old_net.encodings, net.encodings, strict=True)
     # Each layer keeps its encoding or drops it. One with parameters cannot be dropped: they would be missing.
     only_drops = dropping and all(new.family in (old.family, NO_ENCODING) for old, new in layers)
-    if shapes != old_shapes or (family != old_family and not only_drops):
+    if wrong or (family != old_family and not only_drops):
         theirs = f"{trained['pe']['name']} ({old_family})"
         if family == old_family or only_drops:
             theirs += ", whose parameters have other names or shapes"

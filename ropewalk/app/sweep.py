@@ -35,10 +35,10 @@ def plan(jobs: Sequence[Sequence[str]], composed: Sequence[DictConfig], varying:
     """
     if started_by().world_size > 1:
         raise ConfigError("a sweep starts processes itself: start it without torchrun or srun, or leave out -m")
-    configs = [_checked(config, options) for config, options in zip(composed, varying, strict=True)]
+    configs = list(map(_resolved, composed, varying))
     if len({RunDir(cfg).path for cfg in configs}) < len(configs):
-        configs = [_with_name(cfg, options.split()) for cfg, options in zip(configs, varying, strict=True)]
-    runs = [RunDir(cfg) for cfg in configs]
+        configs = list(map(_with_name, configs, varying))
+    runs = list(map(RunDir, configs))
     for run in runs:
         run.check()
     left = {}
@@ -52,7 +52,7 @@ def plan(jobs: Sequence[Sequence[str]], composed: Sequence[DictConfig], varying:
     return left
 
 
-def _checked(config: DictConfig, options: str) -> Config:
+def _resolved(config: DictConfig, options: str) -> Config:
     """The configuration of a job with these varying options. Raises ConfigError: it is mistaken."""
     outer = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)
@@ -65,14 +65,14 @@ def _checked(config: DictConfig, options: str) -> Config:
         HydraConfig.instance().cfg = outer
 
 
-def _with_name(cfg: Config, varying: Sequence[str]) -> Config:
-    """Return `cfg` with what varies in its name, unless it says so already; the seed is always at its end.
+def _with_name(cfg: Config, options: str) -> Config:
+    """Return `cfg` with its varying options in its name, unless it says so already; the seed is always at its end.
 
     Raises ConfigError: it would be no name, as one of more than 200 bytes.
     """
     seed = f"-s{cfg.seed}" if cfg.seed else ""
     words = str(cfg.name).removesuffix(seed).split("-")
-    for option in varying:
+    for option in options.split():
         key, _, value = option.partition("=")
         if key != "seed" and value not in words:
             words.append(option)

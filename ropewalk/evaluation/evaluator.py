@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ def is_measured(run: Path, cfg: Config) -> bool:
         if e.kind in asked and asked[e.kind].items() <= e.eval.items():
             found.append((e.kind, e.variant.pe))
     needed = [cfg.pe, *(cfg.eval.variants or [])]
-    return all((kind, pe) in found for kind in asked for pe in needed)
+    return all(pair in found for pair in product(asked, needed))
 
 
 def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None) -> list[Plan]:
@@ -89,15 +90,12 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
     is_text = data.task is None
     made = []
     for measure in asked_for(cfg, is_text=is_text) if asked is None else asked:
-        plan = None
         if isinstance(measure, Measure):
-            name = type(measure).__name__
             plan = measure.plan(data, cfg)
         else:
-            name = measure
-            if name in meaningful(cfg, is_text=is_text):
-                plan = MEASURES[name](data, cfg)
+            plan = MEASURES[measure](data, cfg) if measure in meaningful(cfg, is_text=is_text) else None
         if plan is None:
+            name = measure if isinstance(measure, str) else type(measure).__name__
             raise ConfigError(
                 f"measures: {name} does not apply to these data or lengths (by_position and far_copies need "
                 f"text, far_copies also a length beyond train_len); leave it out"
@@ -148,7 +146,7 @@ class Evaluator:
 
     @cached_property
     def planned(self) -> list[Plan]:
-        """The measures that `cfg.eval` asks for."""
+        """The measures that `cfg.eval` asks for. The first is that of `lengths`, whatever else is asked for."""
         return plans(self.data, self.cfg)
 
     def looks_at(self, step: int) -> bool:
@@ -193,8 +191,7 @@ class Evaluator:
 
     def tokens(self) -> int:
         """About how many tokens `measure` will read, to estimate its time."""
-        of_lengths, *_ = self.planned  # `meaningful` has that measure first, whatever else is asked for
-        of_variant = self.cfg.eval.sequences * sum(part.length for part in of_lengths.parts)
+        of_variant = self.cfg.eval.sequences * sum(part.length for part in self.planned[0].parts)
         return of_variant * len(self._variants())
 
     def rehearse(self) -> None:
@@ -235,8 +232,7 @@ class Evaluator:
         if base["pe"] != self.cfg.pe:
             encodings = self._encodings(base["pe"], base["train_len"])
             variants.insert(0, (_variant(base["pe"], scales_of(encodings)[0], encodings, zero_shot=True), encodings))
-        measures = [plan for plan in self.planned if plan.kind == "lengths"]
-        self._measure(Weights(run, 0, base["train_len"]), measures, variants)
+        self._measure(Weights(run, 0, base["train_len"]), self.planned[:1], variants)
 
     def _measure(
         self, weights: Weights, measures: Sequence[Plan], variants: Variants,

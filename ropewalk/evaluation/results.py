@@ -191,8 +191,10 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
     def numbers(self) -> list[Number]:
         """Return every number that was measured. For RULER the means over its tasks come first."""
-        scored = [measured for measured in self.measured if any(measured.tokens)]  # the others have no mean
-        rows = [row for measured in scored for row in self.numbers_of(measured)]
+        rows: list[Number] = []
+        for part in self.measured:
+            if any(part.tokens):  # the others have no mean
+                rows += self.numbers_of(part)
         if self.kind == "ruler":
             return [*_means_over_tasks(rows), *rows]
         return rows

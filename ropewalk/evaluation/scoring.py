@@ -24,7 +24,7 @@ Autocast = Callable[[], AbstractContextManager]
 
 @torch.no_grad()
 def token_losses(
-    net: GPT, x: Tensor, y: Tensor, *, packing: Packing, encodings: Encodings | None = None
+    net: GPT, x: Tensor, y: Tensor, *, packing: Packing, encodings: Encodings | None
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of each target, and whether it is wrong. The network is in evaluation mode (`evaluating`).
 
@@ -55,9 +55,8 @@ def token_losses(
     # texts would fill the memory, and often only the last tokens count.
     hidden = net.hidden_states(x, layout, encodings=encodings)
     hidden = layout.whole(hidden)  # [B, T, C], or longer: a shared text has padding after its end
-    pieces = net.in_pieces(score, hidden[:, columns], y[:, columns])
-    losses[:, columns] = torch.cat([piece[0] for piece in pieces], dim=1)
-    wrong[:, columns] = torch.cat([piece[1] for piece in pieces], dim=1)
+    of_pieces = zip(*net.in_pieces(score, hidden[:, columns], y[:, columns]), strict=True)
+    losses[:, columns], wrong[:, columns] = (torch.cat(pieces, dim=1) for pieces in of_pieces)
     return losses, wrong
 
 

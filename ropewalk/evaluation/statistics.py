@@ -154,15 +154,19 @@ def tied(behind: Sequence[Estimate | None]) -> list[bool]:
     Args:
         behind: paired differences of all other lines to the best one; None: no seed has both.
     """
-    differences = [e for e in behind if e is not None]
-    if any(e.seeds == 2 for e in differences):
+    known = [e for e in behind if e is not None]
+    if any(e.seeds == 2 for e in known):
         return [True] * len(behind)
-    if all(e is not None and e.separated for e in behind):
+    if len(known) == len(behind) and all(e.separated for e in known):
         return [False] * len(behind)
     # With few seeds the standard error of one difference may be small by chance, most likely among those that look
     # large. None is taken to be smaller than their mean.
-    errors = [e.error for e in differences if not np.isnan(e.error)]
-    mean_error = float(np.mean(errors or [0.0]))
+    least = _mean_error(known)
     pairs = len(behind) * (len(behind) + 1) / 2
-    cautious = [None if e is None else e._replace(error=max(e.error, mean_error)) for e in behind]
-    return [e is None or p_value(e) > 0.05 / pairs for e in cautious]
+    return [e is None or p_value(e._replace(error=max(e.error, least))) > 0.05 / pairs for e in behind]
+
+
+def _mean_error(estimates: Sequence[Estimate]) -> float:
+    """Return the mean of the standard errors that there are; 0 if there are none."""
+    errors = [e.error for e in estimates if not np.isnan(e.error)]
+    return float(np.mean(errors or [0.0]))

@@ -152,8 +152,7 @@ class Architecture:
             value = value / factor - shift
         if self._transposes(ours):
             value = value.T
-        rows = [part.size(0) for part in parts]
-        for part, piece in zip(parts, value.split(rows), strict=True):
+        for part, piece in zip(parts, value.split(list(map(len, parts))), strict=True):
             part.copy_(piece)
 
     def _transposes(self, ours: str) -> bool:
@@ -163,7 +162,7 @@ class Architecture:
     def refused(self, cfg: GPTConfig, encodings: Encodings) -> list[str]:
         """Return the settings of a network that this architecture cannot have, each as "key=value"."""
         of_network: dict[str, list[Any]] = {
-            "pe": [_kind_of(pe) for pe in encodings],
+            "pe": list(map(_kind_of, encodings)),
             "number of windows": [len({pe.window for pe in encodings})],
             "model.dim % n_head": [cfg.dim % cfg.n_head],
             "model.n_head / n_kv_head": [cfg.n_head // cfg.kv_heads],  # 1: as many key heads as heads

@@ -102,8 +102,10 @@ class Pretrained:
                 output_loading_info=True,
             )
         except Exception as error:  # the library raises many kinds
-            remedy = "they must be complete, and safetensors: other formats may run code"
-            raise ValueError(f"the weights in {self.folder} cannot be read ({error}): {remedy}") from None
+            raise ValueError(
+                f"the weights in {self.folder} cannot be read ({error}): "
+                "they must be complete, and safetensors: other formats may run code"
+            ) from None
         # The library only reports tensors that do not fit, and leaves random values in their place.
         wrong = {name for name, *_ in report["mismatched_keys"]}.union(report["missing_keys"])
         wrong |= {name for name in report["unexpected_keys"] if not BUFFERS.fullmatch(name)}
@@ -159,8 +161,9 @@ def read_model(source: str | Path) -> Pretrained:
         raise ValueError(f"{path}: {error}") from None
     except Exception as error:  # text where numbers belong, a list too short: the library raises many kinds
         settings = {key: value for key, value in values.items() if key.startswith("rope_")}
-        problem = f"transformers cannot use a setting, perhaps one of {settings} ({type(error).__name__}: {error})"
-        raise ValueError(f"{path}: {problem}") from None
+        raise ValueError(
+            f"{path}: transformers cannot use a setting, perhaps one of {settings} ({type(error).__name__}: {error})"
+        ) from None
 
 
 def _interpret(folder: Path, values: dict[str, Any], kind: str) -> Pretrained:

@@ -80,7 +80,7 @@ def layers(config: Any) -> list[Layer]:
     # SmolLM3 alone has layers without positions.
     rotates = [True] * len(kinds)
     if config.model_type == "smollm3":
-        rotates = [bool(flag) for flag in config.no_rope_layers[: len(kinds)]]
+        rotates = list(map(bool, config.no_rope_layers[: len(kinds)]))
     windows = [window if kind == SLIDING else None for kind in kinds]
     return [Layer(own_window, is_rotated) for own_window, is_rotated in zip(windows, rotates, strict=True)]
 
@@ -97,13 +97,7 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
 
     settings = _settings(config, arch, layer)
     name, cls, counterparts = TYPES[settings["rope_type"]]
-    # Of a scaling: the length that the model was trained at before it, and how far it extends that.
-    # Of LongRoPE it may stand beside the settings, which then have max_position_embeddings in its place.
-    beside = getattr(config, ORIGINAL, None) if cls is LongRope else None
-    original = beside or settings.get(ORIGINAL) or getattr(config, ORIGINAL, None) or shape.train_len
-    if float(original).is_integer():
-        original = int(original)  # some files have 4096.0
-    factor = float(settings.get("factor", shape.train_len / original))
+    original, factor = _scaling(config, settings, shape.train_len)
     # One whose factor changes nothing is plain RoPE.
     if issubclass(cls, ScaledRotary) and factor == cls.unscaled:
         name, cls, counterparts = TYPES["default"]
@@ -131,6 +125,17 @@ def _settings(config: Any, arch: Architecture, layer: Layer) -> dict[str, Any]:
         raise ValueError(f"rope_type={kind!r} is not supported; these are: {', '.join(TYPES)}")
     # None means the default. Only for truncate does transformers read it as false.
     return {key: value for key, value in settings.items() if value is not None or key == "truncate"}
+
+
+def _scaling(config: Any, settings: dict[str, Any], train_len: int) -> tuple[float, float]:
+    """Return the length that a model was trained at before its scaling, if it has one, and how far that extends it."""
+    lengths = [settings.get(ORIGINAL), getattr(config, ORIGINAL, None)]
+    if settings["rope_type"] == "longrope":
+        lengths.reverse()  # it may stand beside the settings, which then have max_position_embeddings in its place
+    original = next(filter(None, lengths), train_len)
+    if float(original).is_integer():
+        original = int(original)  # some files have 4096.0
+    return original, float(settings.get("factor", train_len / original))
 
 
 def named(name: str, cls: type) -> dict[str, Any]:
@@ -225,18 +230,25 @@ def _rope_parameters(pe: Any) -> dict[str, Any]:
         # the quotient of two lengths, which are whole numbers.
         if pe.ramp != "code" or not float(pe.active_scale * pe.original_len).is_integer():
             kind = "longrope"
-    if kind != "longrope":
-        options = {theirs: getattr(pe, ours) for theirs, ours in TYPES[kind].options.items()}
-        return settings | options | {"rope_type": kind}
+    if kind == "longrope":
+        return settings | _divisors(pe)
+    options = {theirs: getattr(pe, ours) for theirs, ours in TYPES[kind].options.items()}
+    return settings | options | {"rope_type": kind}
 
-    # Any other frequencies are said by their divisors, as LongRoPE's: a list for texts up to the original length, and
-    # one for longer texts.
+
+def _divisors(pe: Any) -> dict[str, Any]:
+    """Return settings of LongRoPE, which can say any frequencies.
+
+    They are said by their divisors: a list for texts up to the original length, and one for longer texts.
+
+    Raises ValueError: a frequency is 0.
+    """
     plain = inverse_frequencies(pe.rotary_dim, pe.base)
     original = getattr(pe, "original_len", pe.train_len)
     divisors = [plain / pe.frequencies(length) for length in (original, original + 1)]
     if not all(divided.isfinite().all() for divided in divisors):
-        raise ValueError(f"{cls.__name__} cannot be exported: transformers has frequencies of 0 only in p-RoPE")
-    return settings | {
+        raise ValueError(f"{type(pe).__name__} cannot be exported: transformers has frequencies of 0 only in p-RoPE")
+    return {
         "rope_type": "longrope",
         ORIGINAL: original,
         "short_factor": divisors[0].tolist(),

@@ -139,15 +139,18 @@ def _model(net: GPT, encodings: Encodings, reach: int) -> Any:
     Raises ValueError: no architecture can have all its settings; names those that the nearest one lacks.
     """
     refused = {kind: arch.refused(net.cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
+
     # The nearest lacks least. One that lacks the kind of positions is worse than one that lacks other settings.
-    badness = {}
-    for kind, lacking in refused.items():
-        lacks_positions = any(key.startswith("pe=") for key in lacking)
-        badness[kind] = lacks_positions, len(lacking)
-    kind = min(refused, key=badness.__getitem__)
+    def badness(kind: str) -> tuple[bool, int]:
+        lacks_positions = any(key.startswith("pe=") for key in refused[kind])
+        return lacks_positions, len(refused[kind])
+
+    kind = min(refused, key=badness)
     if refused[kind]:
-        nearest = f"the nearest model of transformers, {ARCHITECTURES[kind].name}"
-        raise ValueError(f"this cannot be exported: {nearest}, cannot have {' and '.join(refused[kind])}")
+        raise ValueError(
+            f"this cannot be exported: the nearest model of transformers, {ARCHITECTURES[kind].name}, "
+            f"cannot have {' and '.join(refused[kind])}"
+        )
     config = _configuration(net, encodings, kind, reach)
     # Without memory of its own: the weights become its parameters.
     with torch.device("meta"):

@@ -41,7 +41,7 @@ VERDICTS = {  # of one line, and of several
     "never": ("learned it with no seed", "learned it with no seed"),
 }
 NAMED = 3  # lines at most that are named; more are counted
-BEFORE = "the model before this training"
+BASE_MODEL = "the model before this training"
 
 
 def answer(table: pd.DataFrame) -> list[str]:
@@ -82,8 +82,10 @@ def which(last: pd.DataFrame) -> str:
         return f"{where} all {len(last)} lines have {shown.iloc[0]} {unit}: none is best"
     if not rivals:
         return f"{where} {first.line} is best, {number(first)} {unit}"
-    close = f"the difference to {listed(rivals)} is not significant"
-    return f"{where} {first.line} has {what}, {number(first)} {unit}, but {close}"
+    return (
+        f"{where} {first.line} has {what}, {number(first)} {unit}, "
+        f"but the difference to {listed(rivals)} is not significant"
+    )
 
 
 def reading_on(first: pd.Series) -> str:
@@ -97,7 +99,7 @@ def reading_on(first: pd.Series) -> str:
     size = number(first, "gain")
     cut = f"the text cut to {first.cut:,.0f} tokens"
     if first.reading == AFTER:
-        cut = f"{BEFORE} on {cut}"
+        cut = f"{BASE_MODEL} on {cut}"
     words = {
         "better": f"it gains {size.removeprefix('+')} over {cut}",
         "level": f"it is level with {cut} ({size})",
@@ -124,7 +126,7 @@ def how_many(last: pd.DataFrame) -> str:
             parts.append(f"{count} {of_one if len(lines) == 1 else of_several}{names}")
     if not parts:
         return ""
-    against = last.base[last.gain.notna()].str.startswith(START).map({True: BEFORE, False: "itself"}).unique()
+    against = last.base[last.gain.notna()].str.startswith(START).map({True: BASE_MODEL, False: "itself"}).unique()
     control = f", each against {' or '.join(against)} on the cut text" if len(against) else ""
     return f"Of {len(last)} lines {', '.join(parts)}{control}."
 
@@ -209,7 +211,7 @@ def amount(value: float, low: float = math.nan, high: float = math.nan, sign: st
     return text
 
 
-def percent(share: float, low: float = math.nan, high: float = math.nan) -> str:
+def percent(share: float, low: float, high: float) -> str:
     """Return a share of 0.69 ± 0.03 as "69 ± 3"; "" for NaN."""
     return amount(100 * share, 100 * low, 100 * high, digits=0)
 

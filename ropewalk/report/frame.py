@@ -1,11 +1,13 @@
 """Runs as DataFrames. Runs that differ in nothing but the seed are one group."""
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,11 +81,7 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
 
     Raises ConfigError: a folder does not exist.
     """
-
-    def is_chosen(name: str) -> bool:
-        is_wanted = not only or any(fnmatchcase(name, pattern) for pattern in only)
-        return is_wanted and not any(fnmatchcase(name, pattern) for pattern in exclude)
-
+    is_chosen = partial(_is_chosen, only=only, exclude=exclude)
     places = list(dict.fromkeys(map(Path, [folders] if isinstance(folders, str | Path) else folders)))
     archives = [place for place in places if place.name.endswith(archive.SUFFIX) and place.is_file()]
     directories = _find([place for place in places if place not in archives])
@@ -94,7 +92,8 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     for path in [*chosen, *archives]:
         with attempt(path, left_out):
             found, measured = archive.read(path) if path in archives else _read(path, left_out)
-            found["key"] = found.config.map(_key)
+            # All settings that decide what is computed: runs for which they are equal are seeds of one line.
+            found["key"] = [json.dumps(compared(config), sort_keys=True) for config in found.config]
             found = found[found["name"].map(is_chosen)]
             runs.append(found)
             results.append(measured[measured.path.isin(found.path)])
@@ -104,9 +103,16 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     return Runs(grouped, _with_lines(of_all, grouped), sorted(left_out))
 
 
+def _is_chosen(name: str, only: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Return whether a name fits the patterns of `load`."""
+    fits = partial(fnmatchcase, name)
+    is_wanted = not only or any(map(fits, only))
+    return is_wanted and not any(map(fits, exclude))
+
+
 def _concatenated(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Return the rows of all tables; if there are none, the columns of the first."""
-    return pd.concat([table for table in tables if len(table)] or tables[:1], ignore_index=True)
+    return pd.concat([*filter(len, tables)] or tables[:1], ignore_index=True)
 
 
 @contextmanager
@@ -176,22 +182,16 @@ def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:
     results: list[dict[str, Any]] = []
     for file in result_files(path):
         with attempt(file, left_out):
-            results += _results(file, run)
+            results += _results(file, run, values["pe"])
     return pd.DataFrame([run]), pd.DataFrame(results, columns=None if results else RESULT_COLUMNS)
 
 
-def _key(config: Mapping[str, Any]) -> str:
-    """Return all settings that decide what is computed: runs for which they are equal are seeds of one line."""
-    return json.dumps(compared(config), sort_keys=True)
-
-
-def _results(file: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of one results file. Raises ValueError: the file does not fit its run."""
+def _results(file: Path, run: Mapping[str, Any], trained_pe: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of one results file of a run with this encoding. Raises ValueError: they do not go together."""
     e = Evaluation.load(file)
     # Before the first step the weights are those of another model, which has a training length of its own.
     if (e.step and e.train_len != run["train_len"]) or not isinstance(e.variant.pe["name"], str):
         raise ValueError("train_len is not that of config.yaml, or the encoding has no name")
-    trained_pe = {key: value for key, value in run["config"].items() if key.startswith("pe.")}
     of_file = e.provenance | {
         "path": run["path"],
         "file": printable(file.name),
@@ -203,7 +203,7 @@ def _results(file: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
         "variant": e.variant.label,
         "encoding": e.variant.pe["name"],
         "pe": json.dumps(e.variant.pe, sort_keys=True),
-        "own_pe": trained_pe == flatten({"pe": e.variant.pe}),
+        "own_pe": e.variant.pe == trained_pe,
         "scale": e.variant.scale,
         "zero_shot": e.variant.zero_shot,
         "skipped": bool(e.skipped),
@@ -282,11 +282,11 @@ def _starting_weights(runs: pd.DataFrame) -> pd.Series:
 
 def _labelled(groups: pd.DataFrame) -> pd.DataFrame:
     """Return `groups`, the first run of each, with what its settings differ in, in words, and a label of its own."""
-    differences = differing([json.loads(row.key) | {"init_from": row.init} for row in groups.itertuples()])
+    differences = differing([compared(row.config) | {"init_from": row.init} for row in groups.itertuples()])
     groups["settings"] = list(map(in_words, groups.encoding, differences))
     # The name of the run labels what differs in several options, or in what two groups share.
     names = [run.name.removesuffix(f"-s{run.seed}") for run in groups.itertuples()]
-    is_named = groups.settings.duplicated(keep=False) | np.array([len(differs) > 1 for differs in differences])
+    is_named = groups.settings.duplicated(keep=False) | (np.array(list(map(len, differences))) > 1)
     labels = groups.settings.mask(is_named, names)
     # Directories in different folders may have one name.
     number = labels.groupby(labels).cumcount() + 1
@@ -319,22 +319,22 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the options in which each of several settings differs from others of its encoding, sorted by name."""
     # As JSON: lists have no hash, and a missing key is not the same as null.
     words = pd.DataFrame([{key: json.dumps(value) for key, value in setting.items()} for setting in settings])
+    differs = words.groupby("pe.name").transform("nunique", dropna=False) > 1
     # The name of the encoding begins every label.
-    compared = [key for key in sorted(words) if not key.endswith(("pe.name", "_target_"))]
-    result: list[dict[str, Any]] = [{} for _ in settings]
-    for _, of_same in words.groupby("pe.name"):
-        values = of_same[compared]
-        keys = values.columns[values.nunique(dropna=False) > 1]
-        for number in of_same.index:
-            result[number] = {key: settings[number].get(key) for key in keys}
+    keys = [key for key in sorted(differs) if not key.endswith(("pe.name", "_target_"))]
+    result = []
+    for setting, is_named in zip(settings, differs[keys].to_numpy(), strict=True):
+        result.append({key: setting.get(key) for key in itertools.compress(keys, is_named)})
     return result
 
 
 def in_words(name: str, options: Mapping[str, Any]) -> str:
     """Return a name with options, as in "yarn (ramp paper)"."""
     # What a run does not set is no difference to name.
-    given = {key: value for key, value in options.items() if value not in (None, "None")}
-    words = [f"{key.removeprefix('pe.').removeprefix('trainer.')} {value}" for key, value in given.items()]
+    words = []
+    for key, value in options.items():
+        if value not in (None, "None"):
+            words.append(f"{key.removeprefix('pe.').removeprefix('trainer.')} {value}")
     # The name of a reading may be empty.
     return f"{name} ({', '.join(words)})".strip() if words else name
 
@@ -355,7 +355,7 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     rows["is_start"] = (rows.step == 0) & ~rows["last"]
     read_otherwise = rows.path[rows.is_start & ~rows.own_pe]
     rows["is_own_start"] = rows.is_start & rows.own_pe & rows.path.isin(read_otherwise)
-    rows["reading"] = [_reading(row) for row in rows.itertuples()]
+    rows["reading"] = list(map(_reading, rows.itertuples()))
     # Two ways to read the same weights may have the same name so far, and differ in options of the encoding: these are
     # added to the name.
     for (_, _, name), same_name in rows.groupby(["section", "label", "reading"]):

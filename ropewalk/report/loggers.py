@@ -144,8 +144,7 @@ def opener(run: RunDir, kind: str) -> Callable[[RunDir, dict[str, Any]], Any]:
     from lightning.fabric.loggers import Logger
 
     where = f"logger.trackers.{kind}"
-    options = dict(run.cfg.logger.trackers[kind])
-    cls: Any = plugins.resolve(options.pop("_target_", ""), Logger, "lightning", where)
+    cls, options = plugins.resolve(run.cfg.logger.trackers[kind], Logger, "lightning", where)  # type: ignore[type-abstract]
     named = {"name": run.cfg.name, "run": run.path, "run_id": run.run_id}
     for key, value in options.items():
         if isinstance(value, str):

@@ -23,13 +23,12 @@ from ropewalk.evaluation.results import Evaluation
 from ropewalk.report import frame
 from ropewalk.report.answer import answer, far_text, number, percent
 from ropewalk.report.frame import BROKEN, PROVENANCE, LeftOut, Runs, attempt
-from ropewalk.report.table import BEST_POSSIBLE, LEARNED, by_length, interval, over_seeds, results
+from ropewalk.report.table import BEST_POSSIBLE, LEARNED, by_length, over_seeds, results
 from ropewalk.run.directory import RunDir, read_training
 from ropewalk.run.processes import rank_zero_only
 
 PAGE = "report.html"
-COSTS = {"parameters": "parameters", "tokens_per_s": "tokens/s", "peak_memory_mb": "MB at most"}  # and their headings
-AS_GAINS = ("far_copies", "key_tokens")  # measures whose losses are only shown as the gain over the cut text
+COST_HEADINGS = {"parameters": "parameters", "tokens_per_s": "tokens/s", "peak_memory_mb": "MB at most"}
 Grid = tuple[str, pd.DataFrame]  # a title, and a table of text whose index are the names of its rows
 
 
@@ -109,7 +108,8 @@ def grids(table: pd.DataFrame, left_out: LeftOut) -> list[Grid]:
             result.append(overview(table, text))
     for (measure, quantity, _), of_measure in rows.groupby(["measure", "quantity", "eval"], sort=False):
         with attempt(f"the tables of {measure}", left_out):
-            if measure not in AS_GAINS or quantity == "gain":
+            # Losses of far copies are only shown as the gain over the cut text.
+            if measure != "far_copies" or quantity == "gain":
                 result += numbers(of_measure)
     with attempt("the table of costs", left_out):
         result.append(costs(rows))
@@ -120,7 +120,7 @@ def costs(rows: pd.DataFrame) -> Grid:
     """Return the table of what each line was trained with, and what that took."""
     trained = rows[(rows.line == rows.base) & (rows.line != BEST_POSSIBLE)].drop_duplicates("line").set_index("line")
     columns = {"differs in": trained.settings, "runs": trained.run}
-    for name, heading in COSTS.items():
+    for name, heading in COST_HEADINGS.items():
         columns[heading] = trained[name].map("{:,.0f}".format, na_action="ignore")
     return _grid("How the lines differ, their costs and runs", trained.reset_index(), columns)
 
@@ -140,8 +140,8 @@ def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
         references = " or ".join(sorted(set(lines.reference)))
         columns[f"over {references} on the cut text"] = _cells(last, "lead")
     columns[f"loss at {longest:,}"] = _cells(last)
-    shares = last[interval("share")].itertuples(index=False)
-    columns["% of the possible"] = pd.Series([percent(*share) for share in shares], last.index)
+    shares = map(percent, last.share, last.share_low, last.share_high)
+    columns["% of the possible"] = pd.Series(list(shares), last.index)
     for (measure, quantity, _), rows in far_text(table).groupby(["measure", "quantity", "eval"]):
         words = f"{measure.replace('_', ' ')}: {quantity} from far text"
         columns[words] = _cells(rows)

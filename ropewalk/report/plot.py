@@ -52,8 +52,7 @@ DARK = {  # what a dark page has instead
     LINES[6]: "#9892eb",
     LINES[7]: "#9dff5e",
 }
-MARKERS = "os^DvPX*"
-MOST = len(MARKERS)  # lines with a colour
+MARKERS = "os^DvPX*"  # of the lines with a colour
 SIZE, NARROW = (7.8, 4.4), (4.2, 4.6)  # inches: of a page, and of a phone
 WORDS = 9.5  # points
 DODGE = 1.2  # points from line to line, so that equal values and their intervals can be seen
@@ -160,8 +159,10 @@ def _check(table: pd.DataFrame, columns: Sequence[str], function: str) -> None:
     """Raise ValueError unless a table has the columns of what `function` returns."""
     missing = set(columns) - {*getattr(table, "columns", ())}
     if missing:
-        has_none = f"{type(table).__name__} has no columns {', '.join(sorted(missing)[:3])}"
-        raise ValueError(f"table: {has_none}; take rows of what {function} returns, with all columns")
+        raise ValueError(
+            f"table: {type(table).__name__} has no columns {', '.join(sorted(missing)[:3])}; "
+            f"take rows of what {function} returns, with all columns"
+        )
 
 
 def _against_length(ax: Axes, rows: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -226,11 +227,11 @@ def _limits(
     Args:
         points: POINT.
         shown: values that are on the axis in any case.
-        bounds: of more than MOST lines and the best possible, what is beyond these is off the axis.
+        bounds: of more lines than LINES has colours, and the best possible, what is beyond these is off the axis.
     """
     means = over_seeds(points)
     low, high = min(shown[0], means.y.min()), max(shown[1], means.y.max())
-    if means.line[means.line != BEST_POSSIBLE].nunique() > MOST:
+    if means.line[means.line != BEST_POSSIBLE].nunique() > len(LINES):
         low, high = max(low, bounds[0]), min(high, bounds[1])
     on_axis = means[means.y.between(low, high)]
     room = (high - low) / 2
@@ -280,7 +281,7 @@ def chosen(table: pd.DataFrame) -> list[str]:
     # These two have a look of their own.
     rows = rows[(rows.line != BEST_POSSIBLE) & (rows.line != rows.reference)].sort_values("rank")
     best = rows.drop_duplicates("encoding").line
-    return pd.concat([best, rows.line]).unique().tolist()[:MOST]
+    return pd.concat([best, rows.line]).unique().tolist()[: len(LINES)]
 
 
 def dressed(ax: Axes | None) -> Axes:
@@ -299,7 +300,7 @@ def dressed(ax: Axes | None) -> Axes:
 
 def _looks(rows: pd.DataFrame, named: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     """Return how each line is drawn: the reference in ink, the named ones in colours, all others grey."""
-    named = list(chosen(rows) if named is None else named)[:MOST]
+    named = list(chosen(rows) if named is None else named)[: len(LINES)]
     unknown = set(named) - set(rows.line)
     if unknown:
         raise ValueError(f"lines={sorted(unknown)}: there is {', '.join(rows.line.unique())}")

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ropewalk.evaluation import statistics
 from ropewalk.evaluation.results import LOWER_IS_BETTER
-from ropewalk.evaluation.statistics import Estimate, Sample, stacked
+from ropewalk.evaluation.statistics import Estimate, Sample, estimate, share, stacked, tied
 from ropewalk.report.frame import AFTER, COSTS, PROVENANCE, START, Runs, attempt, compared
 
 BEST_POSSIBLE = "best possible"  # the line of the best possible predictor, where it is known
@@ -139,8 +138,8 @@ def _compared(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:
         times=table.length / table.train_len,
     )
     samples = _over_cells(table, table["sample"])
-    table["seeds"] = [len(sample.values) for sample in samples]
-    table["documents"] = [sample.units.size for sample in samples]
+    table["seeds"] = samples.map(lambda sample: len(sample.values))
+    table["documents"] = samples.map(lambda sample: sample.units.size)
     table = _with(table, "value", _estimates(samples))
     if first.quantity == "error":
         table = _over_learned(table)
@@ -205,18 +204,19 @@ def _far(rows: pd.DataFrame, lines: pd.DataFrame) -> list[pd.DataFrame]:
     distance = rows.span_start.fillna((1 - rows.depth) * rows.length)
     far = rows[distance >= rows.line.map(lines.train_len)]
     parts = far.drop_duplicates(CELL).line.value_counts()
+    of_far = dict.fromkeys(["depth", "span_start", "span_end"], np.nan) | {"difficulty": "", "continuation": ""}
+    of_far |= {"part": FAR, "task": FAR, "length": rows.length.max()}
     sums = []
     for (line, _), of_seed in far.groupby(["line", "seed"]):
         if len(of_seed) == parts[line]:
-            values = np.sum([sample.values for sample in of_seed["sample"]], axis=0)
-            units = np.sum([sample.units for sample in of_seed["sample"]], axis=0)
-            sums.append(of_seed.iloc[:1].assign(sample=[Sample(values, units)]))
-    empty = {"depth": np.nan, "span_start": np.nan, "span_end": np.nan, "difficulty": "", "continuation": ""}
-    return [pooled.assign(part=FAR, task=FAR, length=rows.length.max(), **empty) for pooled in sums]
+            values, units = zip(*of_seed["sample"], strict=True)
+            pooled = Sample(np.sum(values, axis=0), np.sum(units, axis=0))
+            sums.append(of_seed.iloc[:1].assign(sample=[pooled], **of_far))
+    return sums
 
 
 def _estimates(samples: pd.Series) -> list[Estimate | None]:
-    return [sample and statistics.estimate(sample) for sample in samples]
+    return [sample and estimate(sample) for sample in samples]
 
 
 def _with(table: pd.DataFrame, column: str, estimates: Sequence[Estimate | None]) -> pd.DataFrame:
@@ -284,7 +284,7 @@ def _tied(table: pd.DataFrame, behind: Sequence[Estimate | None]) -> pd.Series:
     is_tied[cells.index] = False
     for _, at_place in cells[cells.value.notna()].groupby(["part", "length"]):
         others = at_place.index[at_place["rank"] > 1]
-        found = statistics.tied([behind[number] for number in others])
+        found = tied([behind[number] for number in others])
         is_tied[others] = found
         is_tied[at_place.index[at_place["rank"] == 1]] = any(found)
     return is_tied
@@ -302,7 +302,7 @@ def _differences(table: pd.DataFrame) -> dict[str, pd.Series]:
         keys = table.assign(line=lines, length=np.minimum(table.length, longest))
         is_exact = table.seed.notna() & (keys.line == BEST_POSSIBLE)
         keys["seed"] = table.seed.mask(is_exact, EXACT)
-        found = [samples.get(key) for key in keys[[*CELL, "seed"]].itertuples(index=False, name=None)]
+        found = list(map(samples.get, keys[[*CELL, "seed"]].itertuples(index=False, name=None)))
         return pd.Series(found, table.index, dtype=object)
 
     own = table["sample"]
@@ -335,9 +335,9 @@ def _minus(first: pd.Series, second: pd.Series) -> pd.Series:
 
 def _share(gained: Sample | None, possible: Sample | None) -> Estimate | None:
     """Return a gain as a share of the possible one, which has no meaning if that is not surely above 0."""
-    if gained is None or possible is None or not statistics.estimate(possible).low > 0:
+    if gained is None or possible is None or not estimate(possible).low > 0:
         return None
-    return statistics.share(gained, possible)
+    return share(gained, possible)
 
 
 def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:

@@ -21,7 +21,7 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -94,10 +94,10 @@ class RunDir:
         if new["trainer.max_steps"] >= max(steps_in(self.checkpoints), default=1):
             new["trainer.max_steps"] = old["trainer.max_steps"]
         differences = []
-        for key in differing(old, new):
+        for key in sorted(old.keys() | new.keys()):
             # The file has what a machine made of "auto".
             is_open = key.startswith("trainer.") and new.get(key) == "auto"
-            if not is_open and not key.startswith(FREE):
+            if old.get(key) != new.get(key) and not is_open and not key.startswith(FREE):
                 recorded = f"{old.get(key)!r} in {self.path / 'config.yaml'}"
                 if key == "trainer.max_steps":
                     recorded += f", trained to step {max(steps_in(self.checkpoints), default=0)}"
@@ -112,8 +112,9 @@ class RunDir:
         try:
             tempfile.TemporaryDirectory(dir=place).cleanup()
         except OSError as error:
-            problem = f"cannot create a directory in {place} ({error.strerror})"
-            raise ConfigError(f"runs_dir={self.cfg.runs_dir}: {problem}") from None
+            raise ConfigError(
+                f"runs_dir={self.cfg.runs_dir}: cannot create a directory in {place} ({error.strerror})"
+            ) from None
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -212,7 +213,7 @@ def steps_in(folder: Path) -> list[int]:
     """The steps of all checkpoints in a folder, ascending. Files with other names are ignored."""
     # Not `glob`, which finds nothing where this user may not read: such a run must not be trained anew.
     files = os.listdir(folder) if folder.exists() else []
-    matches = [re.fullmatch(r"step=(\d{1,18})\.ckpt", name) for name in files]
+    matches = map(re.compile(r"step=(\d{1,18})\.ckpt").fullmatch, files)
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -233,8 +234,10 @@ def lock(run: Path) -> Iterator[None]:
     try:
         held = FileLock(file, timeout=PATIENCE).acquire()
     except Timeout:
-        remedy = f"wait for it, or choose another name=...; if there is none, delete {file}"
-        raise ConfigError(f"another process is working on {run}: {remedy}") from None
+        raise ConfigError(
+            f"another process is working on {run}: "
+            f"wait for it, or choose another name=...; if there is none, delete {file}"
+        ) from None
     with held:
         # Nobody else may write here, so what lies here half written is of a process that was killed.
         for leftover in [*path.glob(".*.tmp"), *path.glob("evals/.*.tmp")]:
@@ -254,13 +257,10 @@ def find(path: str | Path) -> Path:
         return path
     files = [*path.parent.glob("*/environment.json"), *Path("runs").glob("*/environment.json")]
     runs = {str(file.parent) for file in files}
-    problem = f"{path} is not a run directory: it has no config.yaml; write hf:{path} if it is a model of transformers"
-    raise ConfigError(f"{problem}; there are: {', '.join(sorted(runs)) or 'none'}")
-
-
-def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The keys that only one has, or that have another value, sorted."""
-    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    raise ConfigError(
+        f"{path} is not a run directory: it has no config.yaml; write hf:{path} if it is a model of transformers; "
+        f"there are: {', '.join(sorted(runs)) or 'none'}"
+    )
 
 
 def check_place(run: Path, run_id: str) -> None:
@@ -324,8 +324,10 @@ def check_identity(run: Path, identity: dict[str, Any]) -> None:
     recorded = read_json(run / "data.json")
     different = sorted(key for key, value in identity.items() if recorded.get(key) != value)
     if different:
-        remedy = "restore it (data.tokenizer and all other keys of data as in its config.yaml), or train again"
-        raise ConfigError(f"the data of {run} is not what it was trained on ({', '.join(different)}): {remedy}")
+        raise ConfigError(
+            f"the data of {run} is not what it was trained on ({', '.join(different)}): "
+            "restore it (data.tokenizer and all other keys of data as in its config.yaml), or train again"
+        )
 
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:

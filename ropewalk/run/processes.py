@@ -78,7 +78,7 @@ def any_rank(*flags: bool) -> list[bool]:
     reduced = torch.tensor(flags, dtype=torch.int32)
     if dist.is_initialized():
         dist.all_reduce(reduced, dist.ReduceOp.MAX)
-    return [bool(flag) for flag in reduced.tolist()]
+    return reduced.bool().tolist()
 
 
 class Launcher(NamedTuple):
@@ -128,11 +128,9 @@ def forget_other_launchers() -> None:
     env = os.environ
     for size, number in {"WORLD_SIZE": "RANK", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK"}.items():
         if number in env and env.get(size, "1") != "1":
-            said = (
-                f"{number}={env[number]} and {size}={env[size]}, but neither torchrun nor srun has started this process"
-            )
             raise ValueError(
-                f"{said}: start it by one of them, as in docs/scaling.md, or unset {number} to train alone"
+                f"{number}={env[number]} and {size}={env[size]}, but neither torchrun nor srun has started "
+                f"this process: start it by one of them, as in docs/scaling.md, or unset {number} to train alone"
             )
     for name in ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)

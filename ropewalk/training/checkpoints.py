@@ -163,8 +163,7 @@ def _newest(folder: Path, expected: dict[str, Tensor], only: int | None) -> int 
             reason = (str(error) or type(error).__name__).splitlines()[0]
             print(printable(f"{path} is damaged ({reason}): trying the one before"), file=sys.stderr)
     if steps:
-        remedy = "restore one, or delete the run and train again"
-        raise ValueError(f"no checkpoint in {folder} can be read: {remedy}")
+        raise ValueError(f"no checkpoint in {folder} can be read: restore one, or delete the run and train again")
     return None
 
 

@@ -54,7 +54,7 @@ def install_kernels(encodings: Encodings, hardware: Hardware) -> Hardware:
     return replace(hardware, kernels=not problems)
 
 
-def shared_batches(n: int, batch_size: int, context_parallel: int = 1) -> list[int | None]:
+def shared_batches(n: int, batch_size: int, context_parallel: int) -> list[int | None]:
     """Divide `n` sequences, in batches of `batch_size`, among the ranks, of which `context_parallel` share a batch.
 
     All ranks gather sharded weights together, so each must read as many batches as the others.
@@ -127,9 +127,10 @@ def _check_divisible(trainer: Trainer, world: int) -> None:
     """Raise ValueError: so many ranks cannot share the batch, or be divided among texts or replicas."""
     for key, divisor in {"context_parallel": trainer.context_parallel, "replicas": trainer.replicas}.items():
         if world % divisor:
-            remedy = "set trainer=ddp or trainer=fsdp, and trainer.devices to a multiple of it"
-            problem = f"trainer.{key}={divisor} does not divide the number of processes, {world}"
-            raise ValueError(f"{problem}: {remedy}")
+            raise ValueError(
+                f"trainer.{key}={divisor} does not divide the number of processes, {world}: "
+                "set trainer=ddp or trainer=fsdp, and trainer.devices to a multiple of it"
+            )
     micro_batch_size(trainer.batch_size, trainer.grad_accum_steps, world // trainer.context_parallel)
 
 

@@ -59,8 +59,10 @@ class Hardware:
             and find_spec("triton") is not None
         )
         if kernels is True and not can_use_kernels:
-            needs = "an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, a precision in bf16, and Triton"
-            raise ValueError(f"trainer.kernels=true: kernels need {needs}; choose auto or false")
+            raise ValueError(
+                "trainer.kernels=true: kernels need an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, "
+                "a precision in bf16, and Triton; choose auto or false"
+            )
         return cls(device, precision, bool(compile), bool(kernels) and can_use_kernels)  # "auto" counts as true
 
     def autocast(self) -> torch.autocast:

@@ -43,10 +43,7 @@ def make_optimizer(net: GPT, optim: Optim) -> torch.optim.Optimizer:
     betas = optim.beta1, optim.beta2
     if not optim.optimizer:
         return torch.optim.AdamW(list(groups.values()), lr=optim.lr, betas=betas, fused=True)
-    options = dict(optim.optimizer)
-    cls = plugins.resolve(
-        options.pop("_target_", ""), torch.optim.Optimizer, home="torch.optim", group="optim.optimizer"
-    )
+    cls, options = plugins.resolve(optim.optimizer, torch.optim.Optimizer, "torch.optim", "optim.optimizer")
     if "betas" in inspect.signature(cls).parameters:
         options = {"betas": betas} | options
     try:
@@ -91,7 +88,7 @@ def clip_gradients(net: nn.Module, scale: Tensor, max_norm: float | None) -> Ten
     # One multiplication does both, in one pass over the gradients.
     limit = math.inf if max_norm is None else max_norm
     factor = scale * (limit / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local_tensor(grad) for grad in grads], factor)
+    torch._foreach_mul_(list(map(local_tensor, grads)), factor)
     return norm
 
 
@@ -113,5 +110,7 @@ def check_finite(net: nn.Module, norms: list[Tensor], step: int, optim: Optim) -
             return
         culprit = "a weight"
         first = step
-    remedy = f"lower optim.lr={optim.lr:g}, raise optim.warmup_steps={optim.warmup_steps}"
-    raise ValueError(f"{culprit} became infinite or NaN in step {first}: {remedy}, or use trainer.precision=32")
+    raise ValueError(
+        f"{culprit} became infinite or NaN in step {first}: "
+        f"lower optim.lr={optim.lr:g}, raise optim.warmup_steps={optim.warmup_steps}, or use trainer.precision=32"
+    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -87,7 +87,7 @@ def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
     """
     # The parameters of position encodings are small and need fp32: they stay whole on every rank, and FSDP leaves them
     # and their gradients alone.
-    whole = {p for pe in net.distinct_encodings for p in pe.parameters()}
+    whole = {*nn.ModuleList(net.distinct_encodings).parameters()}
     policy = MixedPrecisionPolicy()
     if hardware.precision == "bf16-mixed":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)

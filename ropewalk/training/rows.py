@@ -65,8 +65,10 @@ def check_rows(run: RunDir, progress: Progress) -> None:
     if rows != progress.rows or (was_trained and not progress.step):
         found = f"metrics.jsonl has {rows} rows up to step {progress.step}, the newest checkpoint has {progress.rows}"
         problem = found if progress.step else "the run was trained, and has no checkpoint"
-        remedy = "restore the files, or delete the run and train again; scripts/evaluate.py measures a trained model"
-        raise ValueError(f"checkpoints or rows are missing: {problem}: {remedy}")
+        raise ValueError(
+            f"checkpoints or rows are missing: {problem}: "
+            "restore the files, or delete the run and train again; scripts/evaluate.py measures a trained model"
+        )
 
 
 def print_summary(cfg: Config, net: GPT, data: Data, hardware: Hardware, size: Mapping[str, Any]) -> None:

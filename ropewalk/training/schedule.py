@@ -4,6 +4,7 @@ By default nothing differs.
 """
 
 import random
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -36,7 +37,7 @@ class Schedule:
     @property
     def encodings(self) -> Encodings:
         """Those of all steps."""
-        return [pe for encodings in (*self.stages, *self.with_short_windows) for pe in encodings]
+        return [*chain(*self.stages, *self.with_short_windows)]
 
     def at(self, step: int) -> Encodings:
         """The encodings of optimizer step `step`, counted from 1."""

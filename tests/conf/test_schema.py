@@ -12,7 +12,7 @@ from data.base import IGNORE_INDEX, build_data
 from model.gpt import GPT
 from ropewalk.app.compose import composed
 from ropewalk.app.configure import configure, train_values
-from ropewalk.app.resolve import check, resolve, resolve_encoding, variants
+from ropewalk.app.resolve import completed, resolve, resolve_encoding, variants
 
 REQUIRED = {"text": ["data.files=*.txt"], "hf": ["data.path=parquet"]}
 CHOICES = [(path.parent.name, path.stem) for path in sorted((ROOT / "conf").glob("*/*.yaml"))]
@@ -30,11 +30,11 @@ def test_every_yaml_composes_and_builds(group, choice):
         GPT(cfg.model, cfg.pe, vocab_size=257, train_len=cfg.train_len)
 
     # Written as in a run directory.
-    assert check(yaml.safe_load(yaml.safe_dump(cfg.model_dump()))) == cfg
+    assert completed(yaml.safe_load(yaml.safe_dump(cfg.model_dump()))) == cfg
 
     longer = {"train_len": 2 * cfg.train_len, "pe": cfg.pe, "stages": []}
 
-    assert check(values | longer).pe == cfg.pe
+    assert completed(values | longer).pe == cfg.pe
 
 
 def changed(values, key, value):
@@ -49,9 +49,9 @@ def test_misspelt_keys_and_values_of_another_type_are_found():
     values = train_values("logger=wandb", "pe=yarn")
     for key in flatten(values):
         with pytest.raises(ValueError, match=f"{key}z: no such key; "):
-            check(changed(values, f"{key}z", 1))
+            completed(changed(values, f"{key}z", 1))
         with pytest.raises(ValueError, match=key):
-            check(changed(values, key, 5 if key == "optim.optimizer" else {"a": "mapping"}))
+            completed(changed(values, key, 5 if key == "optim.optimizer" else {"a": "mapping"}))
 
 
 def test_parts_of_a_pattern_are_encodings():
@@ -79,8 +79,8 @@ def test_variants_are_resolved():
 
 
 def test_a_quarter_of_the_shortest_text_is_scored_unless_asked_otherwise():
-    assert check(train_values("train_len=64", "eval.lengths=[4,0.5]")).target_tokens == 8
-    assert check(train_values("eval.target_tokens=5")).target_tokens == 5
+    assert completed(train_values("train_len=64", "eval.lengths=[4,0.5]")).target_tokens == 8
+    assert completed(train_values("eval.target_tokens=5")).target_tokens == 5
 
 
 MODEL = GPTConfig(n_layer=2, n_head=2, dim=16).model_dump()

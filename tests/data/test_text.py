@@ -277,7 +277,7 @@ def test_a_bad_option_is_an_error_before_anything_is_written(rows, kind, options
 def test_every_option_stands_in_its_yaml_with_its_default(path):
     """A configuration file documents its class: no option is missing, none invented, none has another default."""
     values = data_options(path.stem)
-    cls = plugins.resolve(values.pop("_target_"), data.Data, "data", "data")
+    cls, values = plugins.resolve(values, data.Data, "data", "data")
     defaults = {}
     for parameter in inspect.signature(cls).parameters.values():
         default = "???" if parameter.default is parameter.empty else parameter.default

@@ -45,6 +45,5 @@ def build(options: Mapping[str, Any], name: str = "measures") -> Measure:
 
     Raises ValueError: there is no such class, or it has other options; a line for each key that is wrong.
     """
-    cls = plugins.resolve(str(options.get("_target_", "")), Measure, "ropewalk", name)  # type: ignore[type-abstract]
-    values = {key: value for key, value in options.items() if key != "_target_"}
+    cls, values = plugins.resolve(options, Measure, "ropewalk", name)  # type: ignore[type-abstract]
     return parse(cls, values, f"{name}.")

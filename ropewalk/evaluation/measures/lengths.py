@@ -73,8 +73,11 @@ def by_position(data: Data, cfg: Config) -> Plan:
 
     def run(score: Scorer) -> list[PartResult]:
         sums = score(texts, bin_of.expand(texts.n, length), len(bins))
-        spans = [(int(positions[0]), int(positions[-1])) for positions in bins]
-        return [sums.measured(length, i, texts=texts, span=span) for i, span in enumerate(spans)]
+        measured = []
+        for i, positions in enumerate(bins):
+            span = int(positions[0]), int(positions[-1])
+            measured.append(sums.measured(length, i, texts=texts, span=span))
+        return measured
 
     settings = longest_settings(cfg) | {"bins": BINS, "texts": texts.texts_hash}
     return Plan("by_position", settings, [Part(length, run)])

@@ -38,7 +38,7 @@ def options(tmp_path):
         "lengths=[32]",
     ]
     with composed("bench", "mode=training", *small) as config:
-        return parse(bench.BenchOptions, plain(config))
+        return parse(bench.Arguments, plain(config))
 
 
 def test_the_measured_memory_is_all_that_is_held_at_once():

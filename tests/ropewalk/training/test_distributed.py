@@ -9,7 +9,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from model.gpt import GPT
 from ropewalk.app.configure import train_values
-from ropewalk.app.resolve import check
+from ropewalk.app.resolve import completed
 from ropewalk.run.processes import started_by
 from ropewalk.run.stop import PARENT
 from ropewalk.training import distributed
@@ -64,7 +64,7 @@ def test_what_fabric_is_told(monkeypatch, devices, variables, expected):
 
     monkeypatch.setattr(Fabric, "launch", launch)
     monkeypatch.setattr(rank_zero_only, "rank", 0)  # Fabric sets it for the whole process
-    trainer = check(train_values("pe=rope", f"trainer.devices={devices}", "trainer=ddp")).trainer
+    trainer = completed(train_values("pe=rope", f"trainer.devices={devices}", "trainer=ddp")).trainer
     trainer = trainer.model_copy(update={"devices": resolve_devices(devices, device="cpu")})
     with distributed.launch(trainer, Hardware("cpu", "32-true", False)):
         pass
@@ -97,7 +97,9 @@ def test_a_run_in_a_reservation(train, monkeypatch):
 
 def test_a_plan_knows_the_encodings_of_all_steps():
     """With a short window or not, in the stage or after it."""
-    cfg = check(train_values("pe=rope", "stages=[{steps: 9, train_len: 8}]", "pe.window=8", "trainer.short_window=4"))
+    cfg = completed(
+        train_values("pe=rope", "stages=[{steps: 9, train_len: 8}]", "pe.window=8", "trainer.short_window=4")
+    )
     net = GPT(cfg.model, cfg.pe, vocab_size=9, train_len=cfg.train_len)
     schedule = Schedule(cfg, net)
     used = {pe for step in range(1, 40) for pe in schedule.at(step)}

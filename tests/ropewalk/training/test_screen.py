@@ -3,14 +3,14 @@
 import pytest
 
 from ropewalk.app.configure import train_values
-from ropewalk.app.resolve import check
+from ropewalk.app.resolve import completed
 from ropewalk.training import screen
 
 
 @pytest.fixture
 def cfg():
     options = ("trainer.max_steps=100", "trainer.batch_size=1", "train_len=64", "trainer.val_every=40")
-    return check(train_values("data=markov", *options, "trainer.val_tokens=300"))
+    return completed(train_values("data=markov", *options, "trainer.val_tokens=300"))
 
 
 def row(step: int, **more) -> dict:
