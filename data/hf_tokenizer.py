@@ -25,10 +25,10 @@ PROBE = "Rope 1é漢\n\t<x>"  # a text that every tokenizer must be able to expr
 # Byte-level vocabularies write bytes as printable characters (GPT-2): a printable one as itself, the others, in
 # ascending order, as the characters from 256 on. BYTE_OF is {character: byte}.
 _PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-_BYTES = [*_PRINTABLE, *sorted({*range(256)} - {*_PRINTABLE})]
-_CHARACTERS = map(chr, [*_PRINTABLE, *range(256, 512)])
-BYTE_OF = dict(zip(_CHARACTERS, _BYTES, strict=False))
-CHARACTER_OF = dict(zip(BYTE_OF.values(), BYTE_OF, strict=True))
+_UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
+BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(_UNPRINTABLE)}
+CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
 
 
 class HFTokenizer(Tokenizer):
@@ -59,7 +59,7 @@ class HFTokenizer(Tokenizer):
         normalizer = self.backend.normalizer
         expected = PROBE if normalizer is None else normalizer.normalize_str(PROBE).replace("▁", " ")
         (ids,) = self.encode([PROBE])
-        written = b"".join(map(self.pieces.__getitem__, ids)).decode("utf-8", "replace")
+        written = b"".join(self.pieces[i] for i in ids).decode("utf-8", "replace")
         if written.strip(" ") != expected.strip(" "):  # SentencePiece puts a space before a text
             raise ValueError(
                 f"data.tokenizer={self.name}: the bytes of its tokens are unknown: "
@@ -210,4 +210,4 @@ def _byte_level(token: str) -> bytes:
     """The bytes of a byte-level name of a token. One with other characters is taken as it is, as the library does."""
     if set(token) - BYTE_OF.keys():
         return token.encode()
-    return bytes(map(BYTE_OF.__getitem__, token))
+    return bytes(BYTE_OF[character] for character in token)

@@ -258,4 +258,4 @@ def matching_files(patterns: list[str], key: str = "data.files") -> list[tuple[s
     name_of: dict[Path, str] = {}
     for path in sorted(paths):
         name_of.setdefault(path.resolve(), path.relative_to(folder).as_posix())
-    return list(zip(name_of.values(), name_of, strict=True))
+    return [(name, path) for path, name in name_of.items()]

@@ -123,7 +123,7 @@ def _read_ranks(path: str, published: list[str]) -> dict[bytes, int]:
     try:
         # The user's file may be a link, so it is resolved. What `refuse_link` still refuses are pipes and devices:
         # reading one would wait for a writer, or never end.
-        lines = list(filter(None, refuse_link(Path(path).resolve()).read_bytes().splitlines()))
+        lines = [line for line in refuse_link(Path(path).resolve()).read_bytes().splitlines() if line]
         for line in lines:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)

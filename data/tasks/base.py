@@ -96,15 +96,16 @@ class Generated(Data):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of symbols separated by spaces. Raises ValueError: names a symbol that does not exist."""
-        id_of = dict(zip(self.vocab, range(self.vocab_size), strict=True))
+        id_of = {symbol: i for i, symbol in enumerate(self.vocab)}
         for symbol in text.split():
             if symbol not in id_of:
                 raise ValueError(f"{symbol!r} is not a symbol of this data; its symbols are: {' '.join(id_of)}")
-        return list(map(id_of.__getitem__, text.split()))
+        return [id_of[symbol] for symbol in text.split()]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The symbols of token ids, separated by spaces."""
-        return " ".join(map(self.vocab.__getitem__, ids))
+        vocab = self.vocab
+        return " ".join(vocab[i] for i in ids)
 
 
 @dataclass(kw_only=True, eq=False)

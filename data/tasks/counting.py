@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from string import ascii_lowercase
 from typing import Annotated, NamedTuple
 
@@ -49,7 +48,7 @@ class Counting(Task):
     @property
     def vocab(self) -> list[str]:
         names = ascii_lowercase[: self.variables]
-        operations = [name + sign for sign, name in product(("=0", "++", "?"), names)]
+        operations = [f"{name}{sign}" for sign in ("=0", "++", "?") for name in names]
         return [PAD, "pass", *operations, *map(str, range(self.cap + 1))]
 
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:

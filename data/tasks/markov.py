@@ -51,7 +51,7 @@ class Markov(Generated):
 
     @property
     def vocab(self) -> list[str]:
-        return list(map("s{}".format, range(self.symbols)))
+        return [f"s{i}" for i in range(self.symbols)]
 
     @property
     def reach(self) -> int:

@@ -46,8 +46,8 @@ class Recall(Task):
 
     @property
     def vocab(self) -> list[str]:
-        keys = map("k{}".format, range(self.keys))
-        values = map("v{}".format, range(self.values))
+        keys = [f"k{i}" for i in range(self.keys)]
+        values = [f"v{i}" for i in range(self.values)]
         return [".", *keys, *values]
 
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:

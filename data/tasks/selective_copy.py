@@ -29,7 +29,7 @@ class SelectiveCopy(Task):
 
     @property
     def vocab(self) -> list[str]:
-        return [PAD, ".", "|", *map("s{}".format, range(self.kinds))]
+        return [PAD, ".", "|", *(f"s{i}" for i in range(self.kinds))]
 
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
         n = length // 4
