@@ -360,6 +360,8 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     # added to the name.
     for (_, _, name), same_name in rows.groupby(["section", "label", "reading"]):
         readings = dict(tuple(same_name.groupby(["group", "pe", "scale"])))
+        if len(readings) == 1:
+            continue
         differences = differing([flatten({"pe": json.loads(pe)}) for _, pe, _ in readings])
         for reading, differs in zip(readings.values(), differences, strict=True):
             rows.loc[reading.index, "reading"] = in_words(name, differs)
