@@ -57,7 +57,7 @@ def resolve(options: Mapping[str, Any], base: type[T], home: str, group: str) ->
         ValueError: it is empty, lies elsewhere, cannot be imported, or is not such a class.
     """
     others = dict(options)
-    target = str(others.pop("_target_", ""))
+    target = str(others.pop("_target_", None) or "")
     if not target:
         raise ValueError(f"{group} needs a _target_, the name of its class: choose an option with one, {group}=NAME")
     # The package is checked before the import, since importing a module runs its code.

@@ -62,7 +62,7 @@ def batch_indices(
     what a step sees. Raises ValueError if the batch cannot be divided equally.
     """
     size = micro_batch_size(batch_size, grad_accum_steps, world_size)
-    starts = range(step * batch_size + rank * size, (step + 1) * batch_size, world_size * size)
+    starts = [step * batch_size + (m * world_size + rank) * size for m in range(grad_accum_steps)]
     return [range(start, start + size) for start in starts]
 
 

@@ -55,7 +55,7 @@ class Tokenizer:
         for piece, i in self.ranks.items():
             self.pieces[i] = piece
         # Counted before the special tokens have pieces: they stand for no bytes of a text.
-        self.token_bytes = torch.tensor(list(map(len, self.pieces)))  # int64 [vocab_size]
+        self.token_bytes = torch.tensor([len(piece) for piece in self.pieces])  # int64 [vocab_size]
         for special_token, i in special.items():
             self.pieces[i] = special_token.encode()
 

@@ -4,7 +4,6 @@ python docs/results.py                       remake them; the same results make 
 python docs/results.py markov runs/markov    first gather the runs in these folders into docs/results/markov.parquet
 """
 
-import functools
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -77,7 +76,6 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
             insert(page(described.get("page", name), root), f"effects of {name}", lines)
 
 
-@functools.cache
 def loaded(file: Path) -> frame.Runs:
     """Return the runs of an archive without those that others started from, which are no row and nobody's control.
 

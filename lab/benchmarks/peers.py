@@ -116,17 +116,16 @@ PEERS = {
 
 
 class Side:
-    """One of two networks that are compared, with what a training needs. Each method is one measurement."""
+    """One of two networks that are compared, with what a training needs. Each method is one measurement.
 
-    def first_loss(self, options: Any, peer: Peer, *, own: bool = False) -> float:
-        """The loss of untrained weights, of a network that is built here: the first of the measurements.
+    Args:
+        own: ours, trained by train.py; else the peer's, trained by the shortest loop with the settings of PyTorch that
+            its users have.
 
-        Args:
-            own: ours, trained by train.py; else the peer's, trained by the shortest loop with the settings of PyTorch
-                that its users have.
+    Raises ImportError: the peer is not installed.
+    """
 
-        Raises ImportError: the peer is not installed.
-        """
+    def __init__(self, options: Any, peer: Peer, *, own: bool) -> None:
         sections = options.model_copy(update={"model": options.model | peer.model})
         cfg = configuration(sections, peer.encoding)
         self.steps = options.steps
@@ -140,8 +139,7 @@ class Side:
             net.materialise(self.hardware.device)
             net.init_weights(cfg.seed)
             self.loss_of = lambda x, y: net(x, targets=y)
-            return float(next(self.losses))
-        sys.stdout = sys.stderr  # nanoGPT prints what it builds, and stdout is for the table
+            return
         theirs = peer.build(cfg.model, data.vocab_size, longest, options.nanogpt).to(self.hardware.device)
         for parameter in theirs.parameters():
             if parameter.dim() > 1:
@@ -150,6 +148,9 @@ class Side:
         self.loss_of = partial(_loss, theirs, peer.build is nanogpt)
         optimizer = _optimizer(theirs, cfg.optim, self.hardware.device)
         self.losses = loop(cfg, self.hardware, data, theirs, optimizer, self.loss_of)
+
+    def first_loss(self) -> float:
+        """The loss of untrained weights: the first of the measurements."""
         return float(next(self.losses))
 
     def memory(self) -> float:
@@ -184,17 +185,23 @@ def _optimizer(net: Any, optim: Optim, device: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), optim.lr, betas, weight_decay=optim.weight_decay, fused=True)
 
 
-_peer = Side()  # in a process for a peer
+_peers: list[Side] = []  # of a process for one
 
 
-def _ask(process: Executor, what: str, *arguments: Any) -> float:
+def _build(options: Any, name: str) -> None:
+    """Build a peer in its own process."""
+    sys.stdout = sys.stderr  # nanoGPT prints what it builds, and stdout is for the table
+    _peers.append(Side(options, PEERS[name], own=False))
+
+
+def _ask(process: Executor, what: str) -> float:
     """A measurement of a peer in its own process."""
-    return process.submit(_asked, what, *arguments).result()
+    return process.submit(_asked, what).result()
 
 
-def _asked(what: str, *arguments: Any) -> float:
+def _asked(what: str) -> float:
     """The same within that process: what the method `what` of a `Side` returns."""
-    return getattr(_peer, what)(*arguments)
+    return getattr(_peers[0], what)()
 
 
 def peers(options: Any) -> Iterator[Row]:
@@ -212,18 +219,17 @@ def peers(options: Any) -> Iterator[Row]:
             continue
         print(name, file=sys.stderr, flush=True)
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            theirs = partial(_ask, process)
             try:
-                their_loss = theirs("first_loss", options, peer)
+                process.submit(_build, options, name).result()
             except ImportError as error:
                 print(f"left out: {error}", file=sys.stderr)
                 continue
-            yield {"": name} | _row(options, peer, their_loss, theirs)
+            yield {"": name} | _row(options, peer, partial(_ask, process))
 
 
-def _row(options: Any, peer: Peer, their_loss: float, theirs: Callable[..., float]) -> Row:
-    ours = Side()
-    our_loss = ours.first_loss(options, peer, own=True)
+def _row(options: Any, peer: Peer, theirs: Callable[[str], float]) -> Row:
+    ours = Side(options, peer, own=True)
+    our_loss, their_loss = ours.first_loss(), theirs("first_loss")
     if abs(their_loss / our_loss - 1) > CLOSE:
         raise ConfigError(f"the first losses are {our_loss:.3f} and {their_loss:.3f}: not the same work")
     row = {"MB of a step: ours, theirs": f"{ours.memory():.0f}, {theirs('memory'):.0f}"}

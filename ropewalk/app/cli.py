@@ -33,7 +33,8 @@ FULL_ERROR = "HYDRA_FULL_ERROR"  # environment variable: 1 shows where an error 
 def run(module: str, schema: str | None = None) -> NoReturn:
     """Run the program in `module` as an application of Hydra, configured by conf/NAME.yaml, NAME its last word.
 
-    Its function `main` gets what Hydra has composed; checked, if the module has a schema for it, `Arguments`.
+    Its function `main` gets what Hydra has composed: as an instance of the module's `Arguments`, if it has such a
+    schema, else as it is.
 
     A user's mistake ends the program with one message and exit code 2, without a traceback, and Ctrl-C with 130. It
     ends silently if nobody reads its output, as after `| head`.

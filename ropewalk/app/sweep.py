@@ -35,9 +35,9 @@ def plan(jobs: Sequence[Sequence[str]], composed: Sequence[DictConfig], varying:
     """
     if started_by().world_size > 1:
         raise ConfigError("a sweep starts processes itself: start it without torchrun or srun, or leave out -m")
-    configs = list(map(_resolved, composed, varying))
+    configs = [_resolved(config, options) for config, options in zip(composed, varying, strict=True)]
     if len({RunDir(cfg).path for cfg in configs}) < len(configs):
-        configs = list(map(_with_name, configs, varying))
+        configs = [_with_name(cfg, options) for cfg, options in zip(configs, varying, strict=True)]
     runs = list(map(RunDir, configs))
     for run in runs:
         run.check()

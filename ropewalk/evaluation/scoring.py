@@ -55,8 +55,9 @@ def token_losses(
     # texts would fill the memory, and often only the last tokens count.
     hidden = net.hidden_states(x, layout, encodings=encodings)
     hidden = layout.whole(hidden)  # [B, T, C], or longer: a shared text has padding after its end
-    of_pieces = zip(*net.in_pieces(score, hidden[:, columns], y[:, columns]), strict=True)
-    losses[:, columns], wrong[:, columns] = (torch.cat(pieces, dim=1) for pieces in of_pieces)
+    pieces = net.in_pieces(score, hidden[:, columns], y[:, columns])
+    losses[:, columns] = torch.cat([piece[0] for piece in pieces], dim=1)
+    wrong[:, columns] = torch.cat([piece[1] for piece in pieces], dim=1)
     return losses, wrong
 
 

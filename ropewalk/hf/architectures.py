@@ -152,7 +152,8 @@ class Architecture:
             value = value / factor - shift
         if self._transposes(ours):
             value = value.T
-        for part, piece in zip(parts, value.split(list(map(len, parts))), strict=True):
+        rows = [part.size(0) for part in parts]
+        for part, piece in zip(parts, value.split(rows), strict=True):
             part.copy_(piece)
 
     def _transposes(self, ours: str) -> bool:

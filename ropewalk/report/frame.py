@@ -105,14 +105,13 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
 
 def _is_chosen(name: str, only: Sequence[str], exclude: Sequence[str]) -> bool:
     """Return whether a name fits the patterns of `load`."""
-    fits = partial(fnmatchcase, name)
-    is_wanted = not only or any(map(fits, only))
-    return is_wanted and not any(map(fits, exclude))
+    is_wanted = not only or any(fnmatchcase(name, pattern) for pattern in only)
+    return is_wanted and not any(fnmatchcase(name, pattern) for pattern in exclude)
 
 
 def _concatenated(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Return the rows of all tables; if there are none, the columns of the first."""
-    return pd.concat([*filter(len, tables)] or tables[:1], ignore_index=True)
+    return pd.concat([table for table in tables if len(table)] or tables[:1], ignore_index=True)
 
 
 @contextmanager
@@ -286,7 +285,7 @@ def _labelled(groups: pd.DataFrame) -> pd.DataFrame:
     groups["settings"] = list(map(in_words, groups.encoding, differences))
     # The name of the run labels what differs in several options, or in what two groups share.
     names = [run.name.removesuffix(f"-s{run.seed}") for run in groups.itertuples()]
-    is_named = groups.settings.duplicated(keep=False) | (np.array(list(map(len, differences))) > 1)
+    is_named = groups.settings.duplicated(keep=False) | np.array([len(differs) > 1 for differs in differences])
     labels = groups.settings.mask(is_named, names)
     # Directories in different folders may have one name.
     number = labels.groupby(labels).cumcount() + 1

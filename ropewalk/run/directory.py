@@ -213,7 +213,7 @@ def steps_in(folder: Path) -> list[int]:
     """The steps of all checkpoints in a folder, ascending. Files with other names are ignored."""
     # Not `glob`, which finds nothing where this user may not read: such a run must not be trained anew.
     files = os.listdir(folder) if folder.exists() else []
-    matches = map(re.compile(r"step=(\d{1,18})\.ckpt").fullmatch, files)
+    matches = [re.fullmatch(r"step=(\d{1,18})\.ckpt", name) for name in files]
     return sorted(int(match[1]) for match in matches if match)
 
 
