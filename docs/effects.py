@@ -24,7 +24,7 @@ class Effect(NamedTuple):
     weights: Weights
 
 
-def described(of: Mapping[str, Any]) -> list[Effect]:
+def effects_of(of: Mapping[str, Any]) -> list[Effect]:
     """Return the effects of a section `of` tables.yaml, which are corrected together."""
     known = factorial(of["cells"], of["factors"]) if "cells" in of else {}
     effects = []

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
         words_of = described.get("archives", {name: ""})
         if all(archive(of, root).is_file() for of in words_of):
             of_archives = {words: loaded(archive(of, root)) for of, words in words_of.items()}
-            lines = effects.rows(effects.described(described), of_archives)
+            lines = effects.rows(effects.effects_of(described), of_archives)
             insert(page(described.get("page", name), root), f"effects of {name}", lines)
 
 

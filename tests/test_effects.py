@@ -82,7 +82,7 @@ def test_effects_of_a_design_are_differences_of_means():
 
 def test_a_section_may_name_lines_and_effects_above():
     terms = {"up": {"a": 1, "b": -1}, "more": {"at": [8], "up": 2, "a": -1, "c": -1}}
-    found = effects.described({"at": [1, 8], "effects": terms})
+    found = effects.effects_of({"at": [1, 8], "effects": terms})
 
     assert [(effect.name, effect.times) for effect in found] == [("up", 1), ("up", 8), ("more", 8)]
     assert found[-1].weights == {"a": 1, "b": -2, "c": -1}

@@ -17,7 +17,6 @@ from model.generation import generate
 from model.gpt import GPT
 from model.layout import packed
 from model.position import Shape, build_encodings
-from model.position.layer import init_parameters
 from model.position.network import scales_of, with_parameters_of, with_window
 from model.size import flops_per_token
 
@@ -140,41 +139,6 @@ def test_initial_values_depend_on_the_seed_and_the_name_alone():
     for name, value in weights.items():
         assert torch.equal(value, with_more[name]), name
         assert name.endswith(SCALED_BY_DEPTH) or torch.equal(value, deeper[name]), name
-
-
-MANY_HEADS = Shape(dim=512, n_head=256, n_kv_head=256, head_dim=4, train_len=64, n_layer=1)
-UNIFORM = 1 / math.sqrt(12)  # standard deviation of a uniform number in [0, 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "parameter", "mean", "std"),
-    [
-        ("kerple", "p", 1.0, 2 * UNIFORM),
-        ("kerple", "a", 0.5, UNIFORM),
-        ("fire", "down_weight", 0.0, 2 * 32**-0.5 * UNIFORM),  # of 32 hidden units
-        ("t5", "table", 0.0, 512**-0.5),
-        ("learned", "table", 0.0, 0.02),
-        ("fox", "gate", 0.0, 0.02),
-        ("relative", "distances", 0.0, 4**-0.5),
-    ],
-)
-def test_initial_parameters_have_the_published_distribution(name, parameter, mean, std):
-    (pe,) = build_encodings(pe_options(name), MANY_HEADS)
-    init_parameters(pe, torch.Generator().manual_seed(0))
-    values = pe.get_parameter(parameter).detach()
-    error = 4 / math.sqrt(values.numel())  # four standard errors, in standard deviations
-
-    assert abs(float(values.mean()) - mean) < error * std
-    assert float(values.std()) == pytest.approx(std, rel=error)
-
-
-def test_gates_start_such_that_heads_forget_over_the_decay_times():
-    """A geometric series of them: a key so many tokens away is weighed by 1/e."""
-    (pe,) = build_encodings(pe_options("fox", decay_times=[0.5, 128.0]), MANY_HEADS._replace(n_head=5))
-    init_parameters(pe, torch.Generator().manual_seed(0))
-    weights = pe.gate_bias.detach().double().sigmoid() ** torch.tensor([0.5, 2.0, 8.0, 32.0, 128.0])
-
-    torch.testing.assert_close(weights, torch.full((5,), math.exp(-1), dtype=torch.float64), rtol=1e-5, atol=0)
 
 
 def by_hand(net, x):
