@@ -6,7 +6,7 @@ from itertools import combinations, product
 from math import prod
 from typing import Any, NamedTuple
 
-from lab.board.rules import holm
+from lab.board.rules import holm, printed_p
 from ropewalk.evaluation import statistics
 from ropewalk.evaluation.statistics import Estimate, Sample, estimate, stacked
 from ropewalk.report.answer import amount
@@ -88,8 +88,7 @@ def rows(effects: Sequence[Effect], archives: Mapping[str, Runs]) -> list[str]:
             # One seed leaves no degree of freedom, and so no test.
             p_values.append(p_value(e) if e.seeds > 1 else 1.0)
     for row, p in zip(cells, holm(p_values), strict=True):
-        shown = "< 0.001" if p < 0.001 else f"{p:.3f}"
-        row.append("" if row[2] == 1 else shown)
+        row.append("" if row[2] == 1 else printed_p(p))
     return markdown_table([["effect", "at", "seeds", unit, "p"], *cells])
 
 

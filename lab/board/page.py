@@ -6,7 +6,7 @@ from pathlib import Path
 from conf.files import write_bytes
 from lab.benchmarks.measure import markdown as lines_of
 from lab.board.counter import Counted
-from lab.board.rules import IN_WORDS, LOWEST, READING, Row, holder_of, over_seeds
+from lab.board.rules import IN_WORDS, LOWEST, READING, Row, holder_of, over_seeds, printed_p
 from ropewalk.report import plot
 
 HEAD = """\
@@ -14,11 +14,11 @@ HEAD = """\
 
 <!-- written by `make board` from board/*/verdict.json -->
 
-Each encoding is trained in the same small network on texts of 64 tokens, each with its own Markov chain, and reads
-texts of 512. Its *score* is its gain there over the cut text, for chains that stay and chains that change together,
-in percent of the possible; the lowest is -100. *Ahead*: the score less that of the record's holder then, trained on
-the same seeds; its name stands where another holds the record now. *1x*: the loss at 64 tokens above RoPE's, in bits.
-*Step* time and *parameters* are multiples of RoPE's.
+Each encoding is trained in the same small network on texts of 64 tokens, each with a Markov chain of its own (ten
+symbols, order 1), and reads texts of 512. Its *score* is its gain there over the cut text, for chains that stay and
+chains that change together, in percent of the possible; the lowest is -100. *Ahead*: the score less that of the
+record's holder then, trained on the same seeds; its name stands where another holds the record now. *1x*: the loss at
+64 tokens above RoPE's, in bits. *Step* time and *parameters* are multiples of RoPE's.
 """
 ENTER = f"""\
 ## Enter
@@ -45,7 +45,7 @@ def cells(row: Row, holder: str | None = None) -> dict[str, str]:
         "score": f"{row.score.value:.1f} ± {row.score.half:.1f}",
         "seeds": str(len(v.seeds)),
         "ahead": f"{row.ahead.value:+.1f}{of_holder}" if row.ahead else "",
-        "p": f"{row.p:.1g}" if row.ahead else "",
+        "p": printed_p(row.p) if row.ahead and row.ahead.value > 0 else "",
         "1x": f"{row.above:+.3f}",
         "step": f"{v.cost:.2f}",
         "parameters": f"{v.parameters:.2f}",

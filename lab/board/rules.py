@@ -192,6 +192,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return np.minimum(stepped, 1)[np.argsort(order)].tolist()
 
 
+def printed_p(p: float) -> str:
+    """A p-value as all tables print it: a smaller one says nothing more of so few seeds."""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
 def unmet(rules: Iterable[tuple[bool, str]]) -> list[str]:
     """What is to be said of the rules that are not kept, each of which comes with its words."""
     return [words for kept, words in rules if not kept]
