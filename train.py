@@ -266,7 +266,7 @@ class Training:
         )
 
     def micro_batches(self, start_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The texts that this rank reads or shares, from the step after `start_step` on.
+        """The texts that this rank reads or shares, once `start_step` steps are done.
 
         Yields:
             Inputs and targets, int64 [B, T], on the CPU. Targets that do not count, such as the first token of a

@@ -129,7 +129,7 @@ def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: flo
     name = f"bpe-{size}.tiktoken"
 
     def write(folder: Path) -> None:
-        hashes, sizes, for_val = _split(source, val_fraction)
+        hashes, sizes, for_val = _assign(source, val_fraction)
         chosen = ~for_val
         # The sample is the documents with the highest hashes: it depends on their ids alone, and a larger val_fraction,
         # which takes the lowest, hardly changes it. Above this quantile lie about SAMPLED_BYTES of text.
@@ -177,7 +177,7 @@ def _prepared_folder(
     return folder
 
 
-def _split(source: Source, val_fraction: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _assign(source: Source, val_fraction: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For each document the hash of its id, in [0, 1), its size in bytes, and True if it is for validation."""
     # A document's own id decides its split, not its number or a random choice: other documents cannot move it.
     hashes = array("d")
@@ -200,7 +200,7 @@ def _documents(source: Source, chosen: np.ndarray, task: str) -> Iterable[tuple[
 
 def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fraction: float) -> None:
     """Fill the folder. Raises ValueError if a split has no document."""
-    *_, for_val = _split(source, val_fraction)
+    *_, for_val = _assign(source, val_fraction)
     # Validation is written first, and training leaves out the texts in it: a text in both would be read in training and
     # then measured as if it were new.
     seen: set[bytes] = set()

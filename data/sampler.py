@@ -70,7 +70,7 @@ def micro_batches(
     data: Data, shape: Callable[[int], tuple[int, int]], seed: int, *, start_step: int = 0, pin_memory: bool = False,
     **division: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """This rank's micro-batches from optimizer step `start_step` on, endlessly.
+    """This rank's micro-batches from optimizer step `start_step`, counted from 0, on, endlessly.
 
     A thread prepares the next micro-batch while the caller works on this one.
 

@@ -1,4 +1,4 @@
-"""Documents packed into one stream of tokens, and the windows of it that training and evaluation read."""
+"""Documents packed into one stream of tokens: which of its windows (`data.prepare.Split`) are read, and when."""
 
 from abc import abstractmethod
 from collections.abc import Sequence

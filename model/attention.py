@@ -44,7 +44,7 @@ class Context:
         self, pe: "PositionEncoding", q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], *, layer: Hashable,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """What the heads of one layer read, [B, T, H, D].
+        """What the heads of one layer read, [B, T, H, D]: `pe.attend`, which rotates and calls `attention`.
 
         Args:
             q: queries [B, T, H, D].

@@ -149,8 +149,8 @@ class GPT(nn.Module):
                 raise ValueError(f"model.sinks=true needs a softmax, which {name} lacks: set it to false")
 
         # Padded to a multiple of `vocab_multiple`, since GPUs multiply matrices of round sizes faster.
-        rows = math.ceil(vocab_size / cfg.vocab_multiple) * cfg.vocab_multiple
-        self.embedding = nn.Embedding(rows, cfg.dim)
+        padded_vocab_size = math.ceil(vocab_size / cfg.vocab_multiple) * cfg.vocab_multiple
+        self.embedding = nn.Embedding(padded_vocab_size, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg) for _ in self.encodings)
         # `encodings` is a plain list, which registers no parameters. A block's `position` registers an encoding of that
@@ -161,7 +161,7 @@ class GPT(nn.Module):
             if encoding not in self.positions:
                 block.position = encoding
         self.norm = _norm(cfg)
-        self.head = nn.Linear(cfg.dim, rows, bias=False)
+        self.head = nn.Linear(cfg.dim, padded_vocab_size, bias=False)
         if cfg.tie_embeddings:
             self.head.weight = self.embedding.weight
         # On "meta" tensors have no values: the caller loads a state dict, or calls `materialise` and `init_weights`.

@@ -60,7 +60,7 @@ class Layout:
         """The targets of `targets` [B, T] whose tokens this process reads; and what divides the sum of their losses."""
         return targets, (targets != IGNORE_INDEX).sum()
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gathered(self, x: Tensor) -> Tensor:
         """Numbers [B, T, ...] of all tokens of each text, of those `x` of the tokens that this process reads."""
         return x
 

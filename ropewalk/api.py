@@ -69,7 +69,7 @@ class Model:
         """Return the logits of the token that follows each token of `text`, fp32 [T, vocabulary]."""
         ids = self.encode(text)
         check_ids(ids, self.net.vocab_size)
-        encodings = for_length(self.net.encodings, len(ids), self.net.train_len)
+        encodings = for_length(self.net.encodings, len(ids))
         return self.net(ids[None], encodings=encodings)[0, :, : self.net.vocab_size].float()
 
     def generate(self, prompt: str | Tensor, max_new_tokens: int = 200, **options: Any) -> str:
@@ -92,7 +92,7 @@ class Model:
         # The whole text is decoded for each token: a tokenizer may drop the space before the first token of what it
         # decodes, and a character may need several tokens.
         n_shown = len(self.data.decode(tokens))
-        encodings = for_length(self.net.encodings, len(ids) + max_new_tokens, self.net.train_len)
+        encodings = for_length(self.net.encodings, len(ids) + max_new_tokens)
         for token in generate(
             self.net, ids[None], max_new_tokens, encodings=encodings, temperature=temperature, top_k=top_k, seed=seed
         ):

@@ -51,7 +51,7 @@ def main(args: Arguments) -> None:
     hardware = Hardware.resolve(accelerator=args.device, precision="32-true")
     model = Model(trained.network(pe).to(hardware.device), trained.data)
     tokens = len(model.encode(prompt)) + args.max_new_tokens
-    encodings = for_length(model.net.encodings, tokens, model.net.train_len)  # those that `stream` reads with too
+    encodings = for_length(model.net.encodings, tokens)  # those that `stream` reads with too
     scale = max(encoding.active_scale for encoding in encodings)  # 1 in layers that are not scaled
     readable = model.net.train_len * scale
     if tokens > readable:

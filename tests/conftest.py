@@ -117,7 +117,7 @@ def attend(pe, q, k, v, x=None, ctx=None):
 
 def read_at(net, scale):
     """The encodings of `net` at `scale`, as an evaluation passes them."""
-    return at_scale(net.encodings, scale, net.train_len)
+    return at_scale(net.encodings, scale)
 
 
 def build_gpt(name: str, *, vocab_size=50, train_len=32, seed=0, pe=None, checkpointing=False, **cfg) -> GPT:

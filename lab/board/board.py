@@ -184,7 +184,7 @@ def check_causal(net: GPT, cfg: Config) -> None:
     net = net.double()
     n_tokens = net.vocab_size
     for length in (cfg.train_len, max(cfg.lengths)):
-        encodings = for_length(net.encodings, length, cfg.train_len)
+        encodings = for_length(net.encodings, length)
         generator = torch.Generator().manual_seed(0)
         x = torch.randint(n_tokens, (2, length), generator=generator)
         for is_training in (True, False):
@@ -235,7 +235,7 @@ def size_and_costs(cfg: Config) -> tuple[float, float, float]:
     @torch.no_grad()
     def read(net: GPT) -> float:
         started = time.process_time()
-        net(long_x, encodings=for_length(net.encodings, longest, cfg.train_len))
+        net(long_x, encodings=for_length(net.encodings, longest))
         return time.process_time() - started
 
     # As the entries are trained.

@@ -236,7 +236,7 @@ def attention_of(net: GPT, ids: Tensor) -> tuple[list[str], Tensor]:
     tokens = len(ids)
     half = tokens // 2
     queries = range(half, tokens, math.ceil((tokens - half) / 64))
-    layers = attended(net, ids[None], queries, encodings=for_length(net.encodings, tokens, net.train_len))
+    layers = attended(net, ids[None], queries, encodings=for_length(net.encodings, tokens))
     return by_distance(torch.cat(layers), queries)
 
 

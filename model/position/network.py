@@ -75,27 +75,30 @@ def scales_of(encodings: Encodings) -> tuple[float, ...]:
     return scaled[0] if scaled else (1.0,)
 
 
-def at_scale(encodings: Encodings, scale: float, train_len: int) -> Encodings:
+def at_scale(encodings: Encodings, scale: float) -> Encodings:
     """The encodings with the scaled ones at `scale`, one of `scales_of`, or at their own scale of the same index.
 
-    An encoding with a window of at most train_len keeps its scale: it has met every distance in training.
+    An encoding with a window of at most its train_len keeps its scale: it has met every distance in training.
     """
     # In a pattern of different scalings the network's scales are those of its first scaled layer. The others follow by
     # index: first the scale that they train at, then the one that they read longer text at.
     index = scales_of(encodings).index(scale)
     views = {}
     for pe in encodings:
-        window_was_filled = pe.window is not None and pe.window <= train_len
+        window_was_filled = pe.window is not None and pe.window <= pe.train_len
         if len(pe.scales) > 1 and not window_was_filled:
             views[pe] = view(pe, active_scale=pe.scales[index])
     return [views.get(pe, pe) for pe in encodings]
 
 
-def for_length(encodings: Encodings, length: int, train_len: int) -> Encodings:
-    """The encodings to read `length` tokens with: at the largest scale beyond train_len, else as they train."""
+def for_length(encodings: Encodings, length: int) -> Encodings:
+    """The encodings to read `length` tokens with: at the largest scale beyond train_len, else as they train.
+
+    An evaluation reads every length at each scale instead: `Evaluator._variants`.
+    """
     scales = scales_of(encodings)
-    scale = max(scales) if length > train_len else scales[0]
-    return at_scale(encodings, scale, train_len)
+    scale = max(scales) if length > encodings[0].train_len else scales[0]
+    return at_scale(encodings, scale)
 
 
 def with_window(encodings: Encodings, longest: int) -> Encodings:

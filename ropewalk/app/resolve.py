@@ -169,7 +169,7 @@ def _rules_of_evaluation(cfg: Config, net: GPT) -> Rules:
     shortest = min(cfg.lengths)
     # The longest text that the network reads, it reads at its largest scale.
     largest_scale = max(scales_of(net.encodings))
-    scaled = at_scale(net.encodings, largest_scale, cfg.train_len)
+    scaled = at_scale(net.encodings, largest_scale)
     max_len = max_len_of(scaled)  # None: no limit
     late = [step for step in cfg.eval.at if step > cfg.trainer.max_steps]
     return [

@@ -185,7 +185,7 @@ class Evaluator:
         """The likeliest token after each of the first text of `x` int64 [1, T]: int64 [T]."""
         layout = self.packing(x)
         with evaluating(self.net), self.hardware.autocast():
-            hidden = layout.whole(self.net.hidden_states(x.to(self.hardware.device), layout))[:, : x.size(1)]
+            hidden = layout.gathered(self.net.hidden_states(x.to(self.hardware.device), layout))[:, : x.size(1)]
             pieces = self.net.in_pieces(lambda logits, _: logits.argmax(-1), hidden, hidden)
         return torch.cat(pieces, dim=1)[0].cpu()
 
@@ -302,7 +302,7 @@ class Evaluator:
             if (pe, scale) not in known:
                 # The first is the network as it was trained, every other one is zero-shot.
                 variant = _variant(pe, scale, encodings, zero_shot=len(result) > 0)
-                result.append((variant, at_scale(encodings, scale, self.net.train_len)))
+                result.append((variant, at_scale(encodings, scale)))
         return result
 
     def _encodings(self, pe: Any, train_len: int) -> Encodings:

@@ -54,7 +54,7 @@ def token_losses(
     # Only scored columns get logits, a bounded number at a time: with a large vocabulary, those of a batch of long
     # texts would fill the memory, and often only the last tokens count.
     hidden = net.hidden_states(x, layout, encodings=encodings)
-    hidden = layout.whole(hidden)  # [B, T, C], or longer: a shared text has padding after its end
+    hidden = layout.gathered(hidden)  # [B, T, C], or longer: a shared text has padding after its end
     pieces = net.in_pieces(score, hidden[:, columns], y[:, columns])
     losses[:, columns] = torch.cat([piece[0] for piece in pieces], dim=1)
     wrong[:, columns] = torch.cat([piece[1] for piece in pieces], dim=1)

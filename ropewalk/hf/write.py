@@ -62,7 +62,7 @@ def export(
     if scale not in scales:
         raise ValueError(f"scale={scale:g} is not one of the encoding's scales, {scales}: see pe.scale")
     # A model of transformers has one scale: the active one goes into its settings.
-    model = _model(net, at_scale(net.encodings, scale, net.train_len), description["original_len"])
+    model = _model(net, at_scale(net.encodings, scale), description["original_len"])
     name = type(model).__name__
 
     with whole_folder(out) as folder:

@@ -87,7 +87,7 @@ class Shared(Layout):
         x = F.pad(x, (0, whole - x.size(1)), value=beyond)
         return torch.cat([x[:, piece.start : piece.stop] for piece in pieces], dim=1)
 
-    def whole(self, part: Tensor) -> Tensor:
+    def gathered(self, part: Tensor) -> Tensor:
         """The text [B, 2 n p, ...] of which each rank has a `part` [B, 2 p, ...], p tokens a piece. All ranks call it.
 
         The gradient of `part` is the sum of what all ranks contribute.
@@ -113,7 +113,7 @@ class SharedContext:
     ) -> Tensor:  # fmt: skip
         # Of this rank's t tokens: the result and q [B, t, H, D], k and v [B, t, Hkv, D], and the state.
         def gathered(q: Tensor, *parts: Tensor) -> Tensor:
-            whole = [self.layout.whole(x) for x in parts]
+            whole = [self.layout.gathered(x) for x in parts]
             out = []
             for q_piece, ctx in zip(q.chunk(2, dim=1), self.of_pieces, strict=True):
                 # A piece sees what stands before its end, whichever rank has it.

@@ -165,7 +165,7 @@ def test_every_scaling_trains_as_rope_bit_for_bit(name):
     assert build_pe(name, train_len=32, scale=8.0, train_scale=2.0).scales == (2, 8)
 
     for length, scale in ((32, pe.unscaled), (33, 8.0)):
-        (reads,) = for_length([pe], length, train_len=32)
+        (reads,) = for_length([pe], length)
         assert reads.active_scale == scale
 
 

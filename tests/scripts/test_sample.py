@@ -44,7 +44,7 @@ def test_the_text_of_the_most_probable_tokens(trained, sample, training, reader,
     net = serialization.load(run, pe=reader and pe_options(reader, base=99.0))
     data = build_data(read_config(run)["data"])
     ids = data.encode(prompt)
-    encodings = for_length(net.encodings, len(ids) + 30, net.train_len)
+    encodings = for_length(net.encodings, len(ids) + 30)
     for _ in range(30):
         logits = net(torch.tensor([ids]), encodings=encodings)
         ids.append(int(logits[0, -1, : net.vocab_size].argmax()))

@@ -85,7 +85,7 @@ def test_an_export_computes_the_same_in_transformers(name, tmp_path):
     """Logits within and beyond the trained length, and the text that it generates across it."""
     net, pe = build(**EXPORTS[name])
     model = exported(net, pe, tmp_path / "out", scale=largest_scale(net))
-    encodings = at_scale(net.encodings, largest_scale(net), TRAIN_LEN)
+    encodings = at_scale(net.encodings, largest_scale(net))
 
     assert_same_logits(net, model, TRAIN_LEN - 1, encodings)
     assert_same_logits(net, model, min(256, max_len_of(encodings) or 256), encodings)
@@ -102,7 +102,7 @@ def test_ropecheck_finds_an_export_right(name, tmp_path):
     """What its config.json says is what our network does, and what transformers does in each kind of layer."""
     net, pe = build(**EXPORTS[name])
     exported(net, pe, tmp_path / "out", scale=largest_scale(net))
-    encodings = at_scale(net.encodings, largest_scale(net), TRAIN_LEN)
+    encodings = at_scale(net.encodings, largest_scale(net))
 
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert_rotates_by(config, encodings)
@@ -201,7 +201,7 @@ def test_an_older_version_computes_the_same_or_is_warned_of(tmp_path):
         net, pe = build(**arguments)
         folder = tmp_path / name
         exported(net, pe, folder, scale=largest_scale(net))
-        encodings = at_scale(net.encodings, largest_scale(net), TRAIN_LEN)
+        encodings = at_scale(net.encodings, largest_scale(net))
         expected[folder] = net(tokens(128), encodings=encodings)[..., :VOCAB]
         torch.save(tokens(128), folder / "tokens.pt")
 
