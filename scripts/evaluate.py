@@ -1,7 +1,7 @@
 """Evaluate a trained run again: at other lengths, on more text, with RULER, or read with other encodings.
 
 python scripts/evaluate.py run=runs/rope-code 'eval.lengths=[1,2,4,8,16]' eval.sequences=512
-python scripts/evaluate.py run=runs/rope-code pe=yarn pe.scale=8 pe.beta_fast=2
+python scripts/evaluate.py run=runs/rope-code pe=yarn pe.beta_fast=2
 python scripts/evaluate.py run=runs/rope-code 'measures=[ruler]' 'ruler.tasks=[niah_single,vt]' 'eval.lengths=[4,8]'
 python scripts/evaluate.py run=hf:FOLDER_OR_HUB_ID 'eval.lengths=[1,2]'
 python scripts/evaluate.py -m run=runs/rope-code,runs/alibi-code 'measures=[lengths,ruler]' 'eval.lengths=[4,8]'

@@ -31,8 +31,8 @@ rate of {IN_WORDS}.
 A record is ahead of its holder with p < 0.01, paired by seed, after Holm's correction for all entries. At 1x it is
 surely no more than 0.02 bits above RoPE, and has no help from the network, such as a convolution.
 
-In simulated boards a gain of 5 points is a record in 98 % (scores that vary between seeds as FoX's and ALiBi's) or 6 %
-(as KERPLE's); of 30 equal entries one is a false record in 1 % (`tests/lab/board/test_rules.py`).
+In simulated boards a gain of 5 points is a record in 98 % if scores vary as FoX's, in 6 % as KERPLE's; of 30 equal
+entries one is in 1 % (`tests/lab/board/test_rules.py`).
 """
 
 

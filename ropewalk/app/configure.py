@@ -20,6 +20,7 @@ from ropewalk.app.resolve import (
     load_config,
     readable,
     resolve,
+    scaled_to,
     shared_options,
     variants,
     with_variants,
@@ -156,11 +157,18 @@ def evaluation(path: Path, trained: Options, pe: Options | None, asked: Options)
     values |= {key: trained[key] for key in ("model", "pe", "train_len")}
     evaluation = over(values["eval"], asked, typed(), "eval.")
     cfg = completed(values | {"eval": evaluation, "runs_dir": str(path.parent), "name": path.name})
-    wanted = [chosen_variant(trained, pe)] if pe else cfg.eval.variants or []
-    return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
+    longest = max(cfg.eval.lengths)
+    chosen = [chosen_variant(trained, pe, longest)] if pe else cfg.eval.variants or []
+    return with_variants(cfg, variants(trained, chosen, longest))
 
 
-def chosen_variant(trained: Options, pe: Options) -> dict[str, Any]:
-    """The encoding `pe` of a program's command line, as one of the `variants` of a trained model."""
+def chosen_variant(trained: Options, pe: Options, longest: float | None = None) -> dict[str, Any]:
+    """The encoding `pe` of a program's command line, as one of the `variants` of a trained model.
+
+    Unless its scale was typed, it is that of the `longest` text, a multiple of train_len.
+    """
     chosen = encoding(pe)
-    return variants(trained, [over(shared_options(trained, chosen), chosen, typed(), "pe.")])[0]
+    options = over(shared_options(trained, chosen), chosen, typed(), "pe.")
+    if longest and "pe.scale" not in typed():
+        options = scaled_to(longest, trained, options)
+    return variants(trained, [options])[0]

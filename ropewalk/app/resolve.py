@@ -303,10 +303,17 @@ def variants(trained: Options, wanted: Iterable[str | Options], longest: float |
         if "pe" in given:  # else it has all options already
             asked = {key: value for key, value in given.items() if key in pe}
             pe |= shared_options(trained, pe) | asked
-            if longest and "scale" not in given and pe.get("scale", 1) > 1:  # dynamic_ntk's is 1 for any length
-                pe["scale"] = max(1.0, longest * trained["train_len"] / pe["original_len"])
+            if longest and "scale" not in given:
+                pe = scaled_to(longest, trained, pe)
         resolved.append(readable(trained, pe, remedy="fine-tune with train.py init_from=... instead"))
     return resolved
+
+
+def scaled_to(longest: float, trained: Options, pe: Options) -> dict[str, Any]:
+    """The options `pe` with the scale, if it has one, that a text of `longest` times the training length needs."""
+    if pe.get("scale", 1) <= 1:  # dynamic_ntk's is 1 for any length
+        return {**pe}
+    return {**pe, "scale": max(1.0, longest * trained["train_len"] / pe["original_len"])}
 
 
 def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = False) -> dict[str, Any]:

@@ -90,6 +90,15 @@ def test_a_checkpoint_is_measured_in_its_own_run(trained, evaluate):
     assert {e.file_name: e.measured for e in load_all(run)} == before
 
 
+def test_a_scaling_reaches_the_longest_text_unless_its_scale_is_given(make_run, evaluate):
+    run = make_run("rope")
+    for options in (["pe=linear"], ["pe=linear", "eval.lengths=[1,2]"], ["pe=linear", "pe.scale=3"]):
+        evaluate(f"run={run}", "measures=[lengths]", *options)
+
+    expected = {"rope", "linear at scale 4", "linear at scale 2", "linear at scale 3"}
+    assert {e.variant.label for e in load_all(run)} == expected
+
+
 MISTAKES = {
     "pe=yarn pe.beta_fats=3": "did you mean pe.beta_fast",
     "pe=nope": "pe=nope (no encoding) cannot read weights trained with rope",
