@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -23,12 +24,13 @@ LONGEST_PIECE = 1000  # characters of a piece of text that a vocabulary is train
 PROBE = "Rope 1é漢\n\t<x>"  # a text that every tokenizer must be able to express
 
 # Byte-level vocabularies write bytes as printable characters (GPT-2): a printable one as itself, the others, in
-# ascending order, as the characters from 256 on. BYTE_OF is {character: byte}.
-_PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-_UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
-BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
-BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(_UNPRINTABLE)}
-CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
+# ascending order, as the characters from 256 on.
+CHARACTER_OF: dict[int, str] = {}
+_others = itertools.count(256)
+for _byte in range(256):
+    _is_printable = chr(_byte).isprintable() and chr(_byte) != " "
+    CHARACTER_OF[_byte] = chr(_byte if _is_printable else next(_others))
+BYTE_OF = {character: byte for byte, character in CHARACTER_OF.items()}
 
 
 class HFTokenizer(Tokenizer):
@@ -59,7 +61,7 @@ class HFTokenizer(Tokenizer):
         normalizer = self.backend.normalizer
         expected = PROBE if normalizer is None else normalizer.normalize_str(PROBE).replace("▁", " ")
         (ids,) = self.encode([PROBE])
-        written = b"".join(self.pieces[i] for i in ids).decode("utf-8", "replace")
+        written = super().decode(ids)
         if written.strip(" ") != expected.strip(" "):  # SentencePiece puts a space before a text
             raise ValueError(
                 f"data.tokenizer={self.name}: the bytes of its tokens are unknown: "
@@ -191,6 +193,7 @@ def _byte_pieces(backend: Any, vocab_size: int) -> tuple[list[bytes], torch.Tens
     byte_level = "ByteLevel" in repr(backend.decoder)
     added = backend.get_added_tokens_decoder()
     pieces = [b""] * vocab_size
+    sizes = [0] * vocab_size
     for token, i in backend.get_vocab().items():
         if i in added:
             pieces[i] = token.encode()
@@ -201,8 +204,8 @@ def _byte_pieces(backend: Any, vocab_size: int) -> tuple[list[bytes], torch.Tens
             byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
             if byte:
                 pieces[i] = bytes.fromhex(byte[1])
-    special = {i for i, token in added.items() if token.special}
-    sizes = [0 if i in special else len(piece) for i, piece in enumerate(pieces)]
+        is_special = i in added and added[i].special
+        sizes[i] = 0 if is_special else len(pieces[i])
     return pieces, torch.tensor(sizes)
 
 

@@ -21,6 +21,7 @@ FILE_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BYTE_PATTERN = r"[\s\S]{1,64}"  # any would do: bytes do not merge
+BYTES = {bytes([i]): i for i in range(256)}  # {token: rank} of the vocabulary "bytes"
 SHORTEN = "a document may have a run of blanks or letters that is too long: shorten it, or data.document_bytes"
 
 
@@ -95,7 +96,7 @@ def panics_are_errors(name: str, remedy: str = SHORTEN) -> Iterator[None]:
 def _load(name: str) -> tiktoken.Encoding:
     """Load the encoding of this name, or the vocabulary file at this path."""
     if name == "bytes":
-        return _encoding(name, BYTE_PATTERN, {bytes([i]): i for i in range(256)})
+        return _encoding(name, BYTE_PATTERN, BYTES)
     published = tiktoken.list_encoding_names()
     if name not in published:
         return _encoding(Path(name).stem, FILE_PATTERN, _read_ranks(name, published))
@@ -127,7 +128,7 @@ def _read_ranks(path: str, published: list[str]) -> dict[bytes, int]:
         for line in lines:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-        missing = sum(bytes([i]) not in ranks for i in range(256))
+        missing = len(BYTES.keys() - ranks.keys())
         if missing:
             raise ValueError(f"it lacks {missing} of the 256 single-byte tokens")
         distinct = set(ranks.values())

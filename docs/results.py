@@ -161,12 +161,13 @@ def headline(folder: Path) -> list[str]:
     counted = counter.load(folder)
     assert counted is not None
     shown = {COUNTER: counted.measured} | {words or name: verdicts[name] for name, words in SHOWN.items()}
-    possible = [f"{of_seeds(np.array(of_kind)).value:.3f}" for of_kind in verdicts["rope"].possible]
     rows = []
     for name, measured in sorted(shown.items(), key=lambda item: -item[1].scores().mean()):
         gains = [amount(*of_seeds(np.array(of_kind))[:3], sign="+") for of_kind in measured.gain]
         rows.append([name, *gains, f"{measured.scores().mean():.0f}"])
-    kinds = [f"where {kind}, of {most}" for kind, most in zip(("chains stay", "chains change"), possible, strict=True)]
+    kinds = []
+    for kind, possible in zip(("chains stay", "chains change"), verdicts["rope"].possible, strict=True):
+        kinds.append(f"where {kind}, of {of_seeds(np.array(possible)).value:.3f}")
     note = "Bits per token; 20 seeds of rope, fox and the counter, 5 of the others; ± is a 95 % interval over them."
     return [*markdown_table([["gained at 8x over the cut text", *kinds, "score"], *rows]), "", note]
 

@@ -159,6 +159,9 @@ def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def mismatched_tensors(net: GPT, weights: dict[str, Tensor]) -> list[str]:
     """Names of the tensors that only one of the two has, or that differ in shape."""
-    expected = {name: value.shape for name, value in net.state_dict().items()}
-    shapes = {name: value.shape for name, value in weights.items()}
-    return sorted(name for name in expected | shapes if expected.get(name) != shapes.get(name))
+    expected = net.state_dict()
+    wrong = expected.keys() ^ weights.keys()  # names that only one of the two has
+    for name in expected.keys() & weights.keys():
+        if expected[name].shape != weights[name].shape:
+            wrong.add(name)
+    return sorted(wrong)

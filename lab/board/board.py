@@ -72,12 +72,13 @@ def load(folder: Path) -> Entry:
     values = read_yaml(folder / "pe.yaml")
     if not isinstance(values, dict):
         raise ConfigError(f"{where}it has no options")
-    # What is left are the options of the encoding.
-    own = {key: values.pop(key) for key in values.keys() & {"lr", "help"}}
     code = folder / "encoding.py"
     plugins.allow(f"{folder.parent.name}.{folder.name}")  # whoever names an entry trusts its code
     source = (folder / "pe.yaml").read_bytes() + (code.read_bytes() if code.is_file() else b"")
-    own |= {"folder": folder, "source": hashlib.sha256(source).hexdigest()[:16]}
+    own = {"folder": folder, "source": hashlib.sha256(source).hexdigest()[:16]}
+    # What is left are the options of the encoding.
+    for key in values.keys() & {"lr", "help"}:
+        own[key] = values.pop(key)
     return parse(Entry, own | {"pe": encoding(values, f"{where}pe")}, where)
 
 
@@ -192,7 +193,8 @@ def check_causal(net: GPT, cfg: Config) -> None:
             for cut in (length // 2, length - 1):
                 changed = x.clone()
                 changed[:, cut:] = (changed[:, cut:] + 1) % n_tokens
-                before, after = (_logits(net, text, encodings)[:, :cut] for text in (x, changed))
+                before = _logits(net, x, encodings)[:, :cut]
+                after = _logits(net, changed, encodings)[:, :cut]
                 if not torch.allclose(before, after, rtol=1e-9, atol=1e-9):
                     mode = "training" if is_training else "evaluation"
                     raise ConfigError(
@@ -216,9 +218,9 @@ def size_and_costs(cfg: Config) -> tuple[float, float, float]:
     """
     data = build_data(cfg.data)
     x, y = data.train_batch(range(cfg.trainer.batch_size), cfg.train_len, seed=0)
-    mine, rope = (
-        GPT(cfg.model, pe, vocab_size=data.vocab_size, train_len=cfg.train_len) for pe in (cfg.pe, encoding("rope"))
-    )
+    network = partial(GPT, cfg.model, vocab_size=data.vocab_size, train_len=cfg.train_len)
+    mine = network(cfg.pe)
+    rope = network(encoding("rope"))
     longest = max(cfg.lengths)
     limit = max_len_of(mine.encodings)
     if limit and limit < longest:

@@ -28,11 +28,12 @@ def verdicts(table: pd.DataFrame, arms: dict[str, list[float]]) -> Iterator[str]
         arms: by name its place in the order by hand, and its gains in bits where chains stay and where they change.
     """
     of_seeds = table[table.seed.notna()].pivot(index="line", columns="seed", values="gain").dropna(how="all")
-    shown = [name for name in arms if name in of_seeds.index]
-    place, stay, change = np.array([arms[name] for name in shown]).T
-    orders = np.stack((-place, stay + change, stay, change), axis=1)  # the score's divisor is the same for all
-    gains = of_seeds.loc[shown].dropna(axis="columns").to_numpy()  # of the seeds that all arms have
-    holds = [name not in BREAK for name in shown]
+    of_arms = pd.DataFrame.from_dict(arms, orient="index", columns=["place", "stay", "change"])
+    shown = of_arms[of_arms.index.isin(of_seeds.index)]
+    score = shown.stay + shown.change  # its divisor is the same for all
+    orders = np.stack((-shown.place, score, shown.stay, shown.change), axis=1)
+    gains = of_seeds.loc[shown.index].dropna(axis="columns").to_numpy()  # of the seeds that all arms have
+    holds = ~shown.index.isin(BREAK)
     everywhere, holding = correlations(orders, gains), correlations(orders[holds], gains[holds])
     yield f"{len(shown)} of {len(arms)} arms, each with {gains.shape[1]} seeds"
     for n, name in enumerate(ORDERS):

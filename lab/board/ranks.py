@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from scipy.stats import rankdata
 
 from lab.benchmarks.measure import markdown
@@ -30,7 +31,7 @@ DIFFERENCE = "the last less the one before"
 PAGES = {"large": "large code (11M)", "standard": "small code (1M)"}
 
 
-def gains_at_8x(page: str) -> dict[str, float]:
+def gains_at_8x(page: str) -> pd.Series:
     """The gain at 8x of each line of a table of the log, in bits per byte."""
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("|")]
     header = [cell.strip() for cell in rows[0]]
@@ -40,7 +41,7 @@ def gains_at_8x(page: str) -> dict[str, float]:
         number = re.match(r"[+-]\d+\.\d+", cells[column].strip())
         if number:
             found[cells[0].strip()] = float(number[0])
-    return found
+    return pd.Series(found, name="gain")
 
 
 def predictors(folder: Path) -> dict[str, list[float]]:
@@ -94,20 +95,16 @@ def in_words(samples: np.ndarray) -> str:
 
 def table(root: Path) -> str:
     """The table of docs/log/ranks.md about the board."""
-    of_board = predictors(root / "board")
-    columns = {}
+    of_board = pd.DataFrame.from_dict(predictors(root / "board"), orient="index", columns=[*PREDICTORS])
+    columns = {"": [*PREDICTORS, DIFFERENCE]}
     for page, words in PAGES.items():
         gains = gains_at_8x((root / f"docs/log/{page}.md").read_text(encoding="utf-8"))
-        holding = {name: gain for name, gain in gains.items() if gain > HOLDS}
-        for which, chosen in (("all", gains), ("those that hold", holding)):
-            lines = [name for name in of_board if name in chosen]
-            orders = np.array([of_board[name] for name in lines])
-            found = correlations(orders, np.array([[chosen[name]] for name in lines]))
+        for which, chosen in (("all", gains), ("those that hold", gains[gains > HOLDS])):
+            lines = of_board.join(chosen, how="inner")  # of both, in the order of the board
+            found = correlations(lines[[*PREDICTORS]].to_numpy(), lines[["gain"]].to_numpy())
             difference = found[:, -1] - found[:, -2]
             columns[f"{words}, {which} ({len(lines)})"] = [in_words(of) for of in (*found.T, difference)]
-    names = (*PREDICTORS, DIFFERENCE)
-    rows = [{"": name} | {words: cells[n] for words, cells in columns.items()} for n, name in enumerate(names)]
-    return "\n".join(markdown(rows))
+    return "\n".join(markdown(pd.DataFrame(columns).to_dict("records")))
 
 
 if __name__ == "__main__":

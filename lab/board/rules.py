@@ -119,7 +119,7 @@ def drawn_seeds(commit: str) -> list[int]:
     """The seeds of an entry, drawn from the commit that it is judged at."""
     digest = hashlib.shake_256(f"board {commit}".encode()).digest(4 * MANY)
     # As many bits as every generator takes.
-    return [int(seed) for seed in np.frombuffer(digest, dtype="<u4") >> 1]
+    return (np.frombuffer(digest, dtype="<u4") >> 1).tolist()
 
 
 def over_seeds(values: np.ndarray) -> Estimate:
@@ -163,7 +163,8 @@ def above_rope(mine: Measured, rope: Measured) -> tuple[float, float]:
 
     Both are measured above the optimum, so they need not have the same texts and seeds.
     """
-    a, b = (over_seeds(np.mean(side.excess, axis=0)) for side in (mine, rope))
+    a = over_seeds(np.mean(mine.excess, axis=0))
+    b = over_seeds(np.mean(rope.excess, axis=0))
     quantile = float(stdtrit(min(a.freedom, b.freedom), 0.95))
     return a.value - b.value, a.value - b.value + quantile * float(np.hypot(a.error, b.error))
 

@@ -46,8 +46,11 @@ def run_of(cfg: Config, **changes: Any) -> Config:
 def _source(cfg: Config) -> list[str]:
     """Return the source of the modules that define the encodings of `cfg`: editing one makes another run."""
     _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
-    classes = itertools.chain(*(type(pe).__mro__ for pe in net.encodings))
-    modules = {cls.__module__ for cls in classes if issubclass(cls, PositionEncoding)}
+    modules = set()
+    for pe in net.encodings:
+        for cls in type(pe).__mro__:
+            if issubclass(cls, PositionEncoding):
+                modules.add(cls.__module__)
     return [inspect.getsource(sys.modules[module]) for module in sorted(modules)]
 
 

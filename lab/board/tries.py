@@ -37,7 +37,7 @@ def judged(args: Arguments) -> int:
     """Train what is missing of both sides, write and print the verdict; return the exit code."""
     mine, against = configurations(args)
 
-    seeds = [mine.seed + i for i in range(args.seeds)]
+    seeds = list(range(mine.seed, mine.seed + args.seeds))
     sides = [[trials.run_of(cfg, seed=seed) for seed in seeds] for cfg in (mine, against)]
     path, number = begin(Path(args.runs_dir), *sides)
 
@@ -47,11 +47,14 @@ def judged(args: Arguments) -> int:
     deciding, *_ = findings
 
     unit = losses[0][0][mine.train_len]["unit"]
-    leads = {n: judge.visible_lead(findings[deciding], args.seeds, n) for n in sorted({args.seeds, ENOUGH})}
-    sees = ", ".join(f"{n} seeds a lead of {lead:.3f}" for n, lead in leads.items())
+    leads = []
+    for n in sorted({args.seeds, ENOUGH}):
+        lead = judge.visible_lead(findings[deciding], args.seeds, n)
+        leads.append(f"{n} seeds a lead of {lead:.3f}")
     verdict = {
         "sentence": f"{mine.pe['name']} against {against.pe['name']}: {judge.sentence(findings)}; {unit}; "
-        f"try {number} of {args.runs_dir}: intervals for {number}; about four of five tries would find, with {sees}",
+        f"try {number} of {args.runs_dir}: intervals for {number}; "
+        f"about four of five tries would find, with {', '.join(leads)}",
         "verdict": findings[deciding].word,
         "decided_by": deciding,
         "unit": unit,
@@ -72,8 +75,11 @@ def configurations(args: Arguments) -> tuple[Config, Config]:
 
     Raises ConfigError: one is mistaken, both are the same, or the data are a task.
     """
-    overrides = {override.lstrip("+~").partition("=")[0]: override for override in HydraConfig.get().overrides.task}
-    asked = {key: override for key, override in overrides.items() if key not in Arguments.model_fields}
+    asked = {}
+    for override in HydraConfig.get().overrides.task:
+        key = override.lstrip("+~").partition("=")[0]
+        if key not in Arguments.model_fields:
+            asked[key] = override
     if not asked.keys() & {"data", "experiment", "init_from"}:
         asked["data"] = "data=markov"
     asked["runs_dir"] = f"runs_dir={quoted(args.runs_dir)}"

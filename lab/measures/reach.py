@@ -84,8 +84,10 @@ def shares(
     gradient = [_beyond(norms, distances) for norms in _gradient(net, x, targets, encodings)]
     # A gradient by the embeddings comes through all layers. Attention has no such sum: here it is the mean.
     result = {"attention": torch.stack(attention).mean(0), "gradient": gradient[0]}
-    result |= {f"attention in layer {number}": share for number, share in enumerate(attention, start=1)}
-    result |= {f"gradient from layer {number} on": share for number, share in enumerate(gradient[1:], start=2)}
+    for number, share in enumerate(attention, start=1):
+        result[f"attention in layer {number}"] = share
+    for number, share in enumerate(gradient[1:], start=2):
+        result[f"gradient from layer {number} on"] = share
     return {name: share.cpu() for name, share in result.items()}
 
 

@@ -58,7 +58,8 @@ class Ruler(Measure):
 
 def _run(texts: Callable[..., EvalSet], task: str, length: int, depth: float | None, score: Scorer) -> list[PartResult]:
     # In the twin the same answer is wrong: its probability there is what chance and the wording give.
-    asked, twins = (score(texts(task, length, depth or 0.0, twin)) for twin in (False, True))
+    asked = score(texts(task, length, depth or 0.0, False))
+    twins = score(texts(task, length, depth or 0.0, True))
     return [asked.measured(length, baseline=twins.nats, task=task, depth=depth)]
 
 

@@ -180,7 +180,8 @@ def surprise(
     prefill = faulty(faults if part == "prefill" else (), s)
     rotation = [turns(prefill, range(length))]
     # Tokens that follow are rotated one by one, each at the length that the text then has.
-    rotation += [turns(faulty(faults, s | {"length": i + 1}), [i]) for i in range(length, len(tokens))]
+    for i in range(length, len(tokens)):
+        rotation.append(turns(faulty(faults, s | {"length": i + 1}), [i]))
     scores = logits(tokens, np.concatenate(rotation), prefill["interleaved"])[:-1]
     chosen = scores[np.arange(len(scores)), tokens[1:]]
     off = (scores.max(-1) - chosen)[length - 1 :]

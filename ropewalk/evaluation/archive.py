@@ -65,9 +65,9 @@ def write(path: Path, runs: pd.DataFrame, results: pd.DataFrame) -> None:
     # Rows of the same texts beside each other compress best.
     rows = rows.sort_values(["kind", "eval", "part", "length", "quantity", "line", "seed"], kind="stable")
     rows["command"] = rows.command.str.replace(r" '?(runs_dir|data\.cache_dir)=\S+", "", regex=True)
-    rows["values"] = [_rounded(sample.values[0]) for sample in rows["sample"]]
+    rows["values"] = rows["sample"].map(_rounded)
     rows["units"] = [sample.units.astype(int) for sample in rows["sample"]]
-    rows["optimum_values"] = [sample and _rounded(sample.values[0]) for sample in rows.optimum_sample]
+    rows["optimum_values"] = rows.optimum_sample.map(_rounded, na_action="ignore")
     # From arrays, as of a table of pandas NaN would be null.
     columns = [pa.array(rows[field.name].to_numpy(), field.type) for field in SCHEMA]
     file = BytesIO()
@@ -111,8 +111,9 @@ def read(path: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     return runs, rows[["path", "seed", *OF_RESULT, "sample", "optimum_sample"]]
 
 
-def _rounded(sums: np.ndarray) -> list[int | None]:
-    """Return sums as whole numbers of steps, whose total is that of the sums; None for what is not finite."""
+def _rounded(sample: Sample) -> list[int | None]:
+    """Return the sums of one seed as whole numbers of steps, with the same total; None for what is not finite."""
+    sums = sample.values[0]
     # Rounding what all texts up to each one have rounds their total only once.
     until = np.round(STEPS * np.nancumsum(np.where(np.isfinite(sums), sums, np.nan)))
     rounded = np.diff(until, prepend=0.0)

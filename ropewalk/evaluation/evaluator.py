@@ -296,10 +296,11 @@ class Evaluator:
             others = self._encodings(pe, self.net.train_len)
             wanted.append((pe, max(scales_of(others)), others))
         result: Variants = []
+        known = []
         for pe, scale, encodings in wanted:
-            known = [(variant.pe, variant.scale) for variant, _ in result]
             # The run's own encoding may be among the variants: it would only be measured twice.
             if (pe, scale) not in known:
+                known.append((pe, scale))
                 # The first is the network as it was trained, every other one is zero-shot.
                 variant = _variant(pe, scale, encodings, zero_shot=len(result) > 0)
                 result.append((variant, at_scale(encodings, scale)))

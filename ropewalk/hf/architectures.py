@@ -5,6 +5,7 @@ Almost everything here is data. The defaults of `Architecture` are Llama's, so a
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,20 +123,20 @@ class Architecture:
     by_kind: bool = False
     folded: bool = False
 
-    def names(self, ours: str) -> list[str]:
-        """Return the names of their tensors that make up the rows of our tensor, in order."""
+    def parts(self, ours: str, theirs: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return those of their tensors, which are by name, that make up the rows of our tensor, in order."""
         # Learned positions are the only parameters of an encoding that transformers has, in GPT-2.
         if ours.endswith(".table"):
-            return ["transformer.wpe.weight"]
+            return [theirs["transformer.wpe.weight"]]
         # A name is that of a module and of its weight or bias, in a layer or not: blocks.3.attn.qkv.weight.
         match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", ours)
         assert match
         layer, module, parameter = match.groups()
         prefix = "" if layer is None else f"{self.layers}.{layer}."
-        return [f"{prefix}{theirs}.{parameter}" for theirs in self.modules[module]]
+        return [theirs[f"{prefix}{name}.{parameter}"] for name in self.modules[module]]
 
     def read(self, ours: str, parts: list[Tensor], config: Any) -> Tensor:
-        """Return our tensor, made of the tensors `names(ours)` of a model with this configuration."""
+        """Return our tensor, made of its `parts` in a model with this configuration."""
         # A single part is not copied: of a large model that would take as much memory again.
         value = torch.cat(parts) if len(parts) > 1 else parts[0]
         if self._transposes(ours):
@@ -146,7 +147,7 @@ class Architecture:
         return value
 
     def write(self, ours: str, value: Tensor, parts: list[Tensor], config: Any) -> None:
-        """Fill the tensors `names(ours)` of a model with this configuration from our tensor: `read` backwards."""
+        """Fill the `parts` of our tensor in a model with this configuration from it: `read` backwards."""
         if self.folded:
             shift, factor = _gemma3_folding(config, ours)
             value = value / factor - shift
@@ -169,7 +170,8 @@ class Architecture:
             "model.n_head / n_kv_head": [cfg.n_head // cfg.kv_heads],  # 1: as many key heads as heads
             "model.n_head * head_dim / dim": [cfg.n_head * cfg.head_width / cfg.dim],  # 1: heads of the default width
         }
-        of_network |= {f"model.{key}": [value] for key, value in cfg}
+        for key, value in cfg:
+            of_network[f"model.{key}"] = [value]
         refused = []
         for key, accepted in self.limits.items():
             if key.startswith("pe."):

@@ -76,7 +76,7 @@ class Pretrained:
             net = GPT(self.cfg, self.pe, vocab_size=config.vocab_size, train_len=config.max_position_embeddings)
         ours = {}
         for name in net.state_dict():
-            ours[name] = arch.read(name, [theirs[part] for part in arch.names(name)], config)
+            ours[name] = arch.read(name, arch.parts(name, theirs), config)
         # Files of tied models may hold the head as well, as a copy of the embedding.
         if self.cfg.tie_embeddings and not torch.equal(ours["head.weight"], ours["embedding.weight"]):
             raise ValueError(f"{self.folder}: tie_word_embeddings=true, but the head and the embedding differ")

@@ -109,11 +109,11 @@ def _period(values: dict[str, Any]) -> dict[str, int]:
     Returns:
         Nothing if no number says it.
     """
-    is_full = [kind == rope.FULL for kind in values["layer_types"]]
-    for period in range(1, len(is_full) + 2):
-        if is_full == [layer % period == 0 for layer in range(1, len(is_full) + 1)]:
-            return {PERIOD: period}
-    return {}
+    kinds = values["layer_types"]
+    full = [layer for layer, kind in enumerate(kinds, start=1) if kind == rope.FULL]
+    period = full[0] if full else len(kinds) + 1
+    multiples = list(range(period, len(kinds) + 1, period))
+    return {PERIOD: period} if full == multiples else {}
 
 
 def _versions(values: dict[str, Any]) -> str:
@@ -124,7 +124,8 @@ def _versions(values: dict[str, Any]) -> str:
     kinds = set(values.get("layer_types", ()))
     if values["model_type"] == "olmo3":
         # Before 5 it had one base, and no scaling of layers with a window.
-        full, sliding = (values["rope_parameters"][kind] for kind in (rope.FULL, rope.SLIDING))
+        full = values["rope_parameters"][rope.FULL]
+        sliding = values["rope_parameters"][rope.SLIDING]
         plain = {"rope_type": "default", "rope_theta": full["rope_theta"]}
         if (len(kinds) > 1 and sliding != plain) or (kinds == {rope.SLIDING} and sliding["rope_type"] != "default"):
             return "Transformers before 5 rotates layers with a window differently: use a newer version."
@@ -248,5 +249,5 @@ def _weights(net: GPT, pe: PositionEncoding, arch: Architecture, model: Any) -> 
             value = pe.embed(value.new_zeros(len(positions), net.cfg.dim), positions)
         if name in ("embedding.weight", "head.weight"):
             value = value[: net.vocab_size]
-        arch.write(name, value, [theirs[part] for part in arch.names(name)], model.config)
+        arch.write(name, value, arch.parts(name, theirs), model.config)
     return theirs

@@ -317,7 +317,7 @@ def _together(runs: pd.DataFrame, results: pd.DataFrame) -> pd.Series:
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the options in which each of several settings differs from others of its encoding, sorted by name."""
     # As JSON: lists have no hash, and a missing key is not the same as null.
-    words = pd.DataFrame([{key: json.dumps(value) for key, value in setting.items()} for setting in settings])
+    words = pd.DataFrame(settings, dtype=object).map(json.dumps)
     differs = words.groupby("pe.name").transform("nunique", dropna=False) > 1
     # The name of the encoding begins every label.
     keys = [key for key in sorted(differs) if not key.endswith(("pe.name", "_target_"))]

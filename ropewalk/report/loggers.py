@@ -182,7 +182,8 @@ class Tracker:
         for kind in [*self.open, *own]:
             if kind in PACKAGES and not find_spec(kind):
                 raise ValueError(f"logger={kind} needs a package: pip install {kind}")
-        self.open |= {kind: opener(run, kind) for kind in own}
+        for kind in own:
+            self.open[kind] = opener(run, kind)
         # By kind, on rank zero: None until it is opened. One that fails is taken out.
         self.trackers: dict[str, Any] = dict.fromkeys(self.open if is_rank_zero() else [])
 

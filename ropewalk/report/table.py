@@ -216,7 +216,7 @@ def _far(rows: pd.DataFrame, lines: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def _estimates(samples: pd.Series) -> list[Estimate | None]:
-    return [sample and estimate(sample) for sample in samples]
+    return samples.map(estimate, na_action="ignore").tolist()
 
 
 def _with(table: pd.DataFrame, column: str, estimates: Sequence[Estimate | None]) -> pd.DataFrame:
