@@ -228,7 +228,7 @@ class Training:
                     elif due.showing:
                         screen.show(rows.training_row(progress, cfg))
                     if due.measuring:
-                        self.evaluator.look(run, step, logger.sample)
+                        self.evaluator.measure_or_sample(run, step, logger.sample)
                     if due.saving:
                         # The rows must reach the disk before the checkpoint that counts them.
                         run.sync()
@@ -259,7 +259,7 @@ class Training:
         return Due(
             logging=step % t.log_every == 0 or step == 1 or validating,
             validating=validating,
-            measuring=self.evaluator.looks_at(step),
+            measuring=self.evaluator.is_due(step),
             saving=step % t.checkpoint_every == 0 or last or late or stopping,
             showing=showing,
             stopping=stopping,

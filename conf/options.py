@@ -47,11 +47,11 @@ def options_of(group: str, name: str) -> dict[str, Any]:
     # Also the files of a run choose encodings: they must not reach a YAML file beside them, which may hold ${...}.
     if path is None or ".." in name.split("/"):
         raise ConfigError(no_such_option(group, name))
-    own: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    values: dict[str, Any] = {}
-    for parent in _parents(own.pop("defaults", None)):
-        values |= options_of(group, parent)
-    return values | own
+    values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    inherited: dict[str, Any] = {}
+    for parent in _parents(values.pop("defaults", None)):
+        inherited |= options_of(group, parent)
+    return inherited | values
 
 
 def no_such_option(group: str, name: str, known: Sequence[str] = ()) -> str:
@@ -68,12 +68,12 @@ def comments(group: str, name: str) -> dict[str, str]:
     if path is None:
         return {}
     text = path.read_text(encoding="utf-8")
-    found: dict[str, str] = {}
+    inherited: dict[str, str] = {}
     # Most files have no defaults: parsing all of them would take as long as all else that answers a typo.
     if "defaults:" in text:
         for parent in _parents(yaml.safe_load(text).get("defaults")):
-            found |= comments(group, parent)
-    return found | dict(re.findall(r"^ *(\w+):.*? # (.*)$", text, re.MULTILINE))
+            inherited |= comments(group, parent)
+    return inherited | dict(re.findall(r"^ *(\w+):.*? # (.*)$", text, re.MULTILINE))
 
 
 def _parents(defaults: Sequence[Any] | None) -> list[str]:

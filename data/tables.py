@@ -65,7 +65,7 @@ def _arrow(path: Path, column: str) -> Texts:
 
 
 def _json(path: Path, column: str) -> Texts:
-    found = False
+    has_column = False
     names: dict[str, Any] = {}
     with _opened(path) as file:
         for number, row in enumerate(_json_rows(file), 1):
@@ -75,10 +75,10 @@ def _json(path: Path, column: str) -> Texts:
             if not isinstance(text, str | None):
                 raise ValueError(f"data.text_field={column} is {type(text).__name__} in row {number}, not text")
             # Where there is no text, a row may leave the column out; but then another row has it.
-            found |= column in row
+            has_column |= column in row
             names |= dict.fromkeys(row)
             yield text
-    if names and not found:
+    if names and not has_column:
         raise _no_column(column, names)
 
 

@@ -26,7 +26,7 @@ from ropewalk.evaluation.archive import write  # noqa: E402
 from ropewalk.report import frame, plot  # noqa: E402
 from ropewalk.report.answer import amount, percent  # noqa: E402
 from ropewalk.report.page import markdown_table  # noqa: E402
-from ropewalk.report.table import BEST_POSSIBLE, by_length, interval, over_seeds, results  # noqa: E402
+from ropewalk.report.table import BEST_POSSIBLE, by_length, interval_columns, over_seeds, results  # noqa: E402
 
 PICTURE = "docs/gain.svg"
 TABLES = yaml.safe_load((ROOT / "docs/log/tables.yaml").read_text(encoding="utf-8"))
@@ -134,7 +134,7 @@ def cell(table: pd.DataFrame, line: str, column: str, length: int) -> str:
         return ", ".join(f"{value - best:.3f}" for value in of_seeds.value)
     if rows.empty:
         return ""
-    numbers = over_seeds(rows)[interval(column)].iloc[0]
+    numbers = over_seeds(rows)[interval_columns(column)].iloc[0]
     if column == "share":
         return percent(*numbers)
     return amount(*numbers, sign="+" if column in ("gain", "difference") else "")

@@ -14,7 +14,7 @@ from conf.files import read_yaml
 from lab.board.ranks import correlations, ends, in_words
 from ropewalk.report.answer import amount
 from ropewalk.report.frame import load
-from ropewalk.report.table import by_length, interval, results
+from ropewalk.report.table import by_length, interval_columns, results
 
 BREAK = ("rope", "p_rope")  # arms of which it is easy to say that they lose
 ORDERS = ("by hand", "the board's score", "chains that stay", "chains that change")
@@ -45,7 +45,7 @@ def verdicts(table: pd.DataFrame, arms: dict[str, list[float]]) -> Iterator[str]
     low, high = ends(everywhere[:, 3] - everywhere[:, 2])
     yield f"2, chains that change predict better: {said(low > 0, high < 0)}"
     constant = table[table.seed.isna() & (table.line == "tenfold")]
-    behind, low, high = constant[interval("difference")].iloc[0]
+    behind, low, high = constant[interval_columns("difference")].iloc[0]
     verdict = said(low > 0.01, low > -0.005 and high < 0.005)
     yield f"3, content matters at this size ({amount(behind, low, high, sign='+')}): {verdict}"
     yield f"4, the rule orders better than the hand: {said(everywhere[0, 1] > everywhere[0, 0], True)}"

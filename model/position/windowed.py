@@ -99,8 +99,8 @@ def _extent(is_in: Tensor) -> slice:
     """
     if is_in.is_cuda or torch.compiler.is_compiling():
         return slice(None)
-    found = is_in.any(0).nonzero()
-    return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0)
+    keys = is_in.any(0).nonzero()
+    return slice(int(keys[0]), int(keys[-1]) + 1) if len(keys) else slice(0)
 
 
 class NearWindow(TrainingFree):

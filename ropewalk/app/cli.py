@@ -73,9 +73,9 @@ def _flags() -> argparse.Namespace:
     """Return Hydra's flags and overrides, and write the command line as Hydra takes it: flags first."""
     arguments = sys.argv[1:]
     flags, unknown = get_args_parser().parse_known_intermixed_args(arguments)
-    own = {*flags.overrides, *unknown}
-    flags.overrides = [_override(argument) for argument in arguments if argument in own]
-    sys.argv[1:] = [argument for argument in arguments if argument not in own] + flags.overrides
+    overrides = {*flags.overrides, *unknown}
+    flags.overrides = [_override(argument) for argument in arguments if argument in overrides]
+    sys.argv[1:] = [argument for argument in arguments if argument not in overrides] + flags.overrides
     return flags
 
 

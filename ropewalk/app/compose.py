@@ -48,8 +48,8 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
     Raises MissingMandatoryValue: one within a section is not given.
     """
-    own: Any = [key for key in config if key != "hydra" and not OmegaConf.is_missing(config, key)]
-    values: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, own), resolve=True, throw_on_missing=True)
+    keys: Any = [key for key in config if key != "hydra" and not OmegaConf.is_missing(config, key)]
+    values: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, keys), resolve=True, throw_on_missing=True)
     return values
 
 

@@ -56,7 +56,7 @@ def configure(config: DictConfig) -> Config:
 
 
 def merged(config: DictConfig) -> dict[str, Any]:
-    """Return the values that Hydra has composed, with those of the model that `init_from` names, if any, beneath.
+    """Return the values that Hydra has composed, over which come those of the model `init_from`, if there is one.
 
     What the user typed holds, or else the model's architecture, encoding and tokenizer. An encoding that is chosen
     takes over the options that both have, but for the scale. A model of transformers brings a short fine-tuning.
@@ -71,18 +71,18 @@ def merged(config: DictConfig) -> dict[str, Any]:
     source = str(values["init_from"])
     base = base_model(source)
     chosen = typed()
-    beneath: dict[str, Any] = {"model": base["model"], "data": _tokenizer_of(source, values["data"])}
+    of_model: dict[str, Any] = {"model": base["model"], "data": _tokenizer_of(source, values["data"])}
     if "pe" in chosen:
-        beneath["pe"] = shared_options(base, values["pe"])
+        of_model["pe"] = shared_options(base, values["pe"])
     else:
-        beneath["pe"] = base["pe"]
+        of_model["pe"] = base["pe"]
         values["pe"] = {key: value for key, value in values["pe"].items() if f"pe.{key}" in chosen}
     if _takes_extend(config):
-        beneath |= options_of("experiment", "extend")
+        of_model |= options_of("experiment", "extend")
     if not values["trainer"]["max_steps"]:  # without training the weights stay those of their own length
-        beneath["train_len"] = base["train_len"]
+        of_model["train_len"] = base["train_len"]
     # Of these groups an option that is chosen keeps what it does not share with the model; one of `model` all.
-    values = over(beneath, values, chosen - {"pe", "data", "optim"})
+    values = over(of_model, values, chosen - {"pe", "data", "optim"})
     if not values["init_partial"]:
         _check_fit(source, base, values)
     return values

@@ -50,8 +50,8 @@ def help_text(config: DictConfig) -> str:
             words = key.split(".")
             known = of_groups.get(words[0], of_program)
             # The last one counts: a key without a comment of its own has that of the section that holds it.
-            found = ["", *(known[word] for word in words if word in known)]
-            lines.append(f"{setting:40} {found[-1]}".rstrip())
+            remarks = ["", *(known[word] for word in words if word in known)]
+            lines.append(f"{setting:40} {remarks[-1]}".rstrip())
     return "\n".join([*lines, "", "--hydra-help: Hydra's own flags, such as --info, --cfg and --config-dir"])
 
 

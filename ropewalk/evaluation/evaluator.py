@@ -70,12 +70,12 @@ def is_measured(run: Path, cfg: Config) -> bool:
     """Return whether a complete run has all results that `cfg.eval` asks for, of its encoding and every variant."""
     final = [e for e in load_all(run) if e.step == cfg.trainer.max_steps]
     asked = asked_for(cfg, is_text=not any(e.task for e in final))
-    found = []
+    measured = []
     for e in final:
         if e.kind in asked and asked[e.kind].items() <= e.eval.items():
-            found.append((e.kind, e.variant.pe))
+            measured.append((e.kind, e.variant.pe))
     needed = [cfg.pe, *(cfg.eval.variants or [])]
-    return all(pair in found for pair in product(asked, needed))
+    return all(pair in measured for pair in product(asked, needed))
 
 
 def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None) -> list[Plan]:
@@ -88,7 +88,7 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
     Raises ValueError: a measure that was asked for has no meaning for these data, or cannot be made.
     """
     is_text = data.task is None
-    made = []
+    result = []
     for measure in asked_for(cfg, is_text=is_text) if asked is None else asked:
         if isinstance(measure, Measure):
             plan = measure.plan(data, cfg)
@@ -100,8 +100,8 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
                 f"measures: {name} does not apply to these data or lengths (by_position and far_copies need "
                 f"text, far_copies also a length beyond train_len); leave it out"
             )
-        made.append(plan)
-    return made
+        result.append(plan)
+    return result
 
 
 class Evaluator:
@@ -149,14 +149,14 @@ class Evaluator:
         """The measures that `cfg.eval` asks for. The first is that of `lengths`, whatever else is asked for."""
         return plans(self.data, self.cfg)
 
-    def looks_at(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether the weights after this step of training are measured, or write a sample."""
         return step in self.cfg.eval.at or self._samples(step)
 
     def _samples(self, step: int) -> bool:
         return self.cfg.trainer.sample_every > 0 and step % self.cfg.trainer.sample_every == 0
 
-    def look(self, run: RunDir, step: int, show: Callable[[str, int], None]) -> None:
+    def measure_or_sample(self, run: RunDir, step: int, show: Callable[[str, int], None]) -> None:
         """Do what is due while a run trains: `show` a sample and its step, measure the weights."""
         if self._samples(step):
             show(self.sample(), step)
@@ -290,8 +290,8 @@ class Evaluator:
         the user gave it: see `ropewalk.app.resolve.variants`.
         """
         cfg = self.cfg
-        own = self.net.encodings
-        wanted: list[tuple[Any, float, Encodings]] = [(cfg.pe, scale, own) for scale in scales_of(own)]
+        trained = self.net.encodings
+        wanted: list[tuple[Any, float, Encodings]] = [(cfg.pe, scale, trained) for scale in scales_of(trained)]
         for pe in cfg.eval.variants or []:
             others = self._encodings(pe, self.net.train_len)
             wanted.append((pe, max(scales_of(others)), others))

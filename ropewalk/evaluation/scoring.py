@@ -171,7 +171,7 @@ class Scorer:
         if key is not None and key in self.kept:
             return self.kept[key]
         with self.autocast():
-            found = token_losses(self.net, x, y, packing=self.packing, encodings=self.encodings)
+            losses = token_losses(self.net, x, y, packing=self.packing, encodings=self.encodings)
         if key is not None:
-            self.kept[key] = found
-        return found
+            self.kept[key] = losses
+        return losses

@@ -29,7 +29,7 @@ import numpy as np
 import pandas as pd
 
 from ropewalk.report.frame import AFTER, START
-from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, headline, interval, over_seeds, worst_part
+from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, headline, interval_columns, over_seeds, worst_part
 
 VERDICTS = {  # of one line, and of several
     "better": ("gains", "gain"),
@@ -186,7 +186,7 @@ def digits(row: Any) -> int:
 
 def number(row: Any, column: str = "value") -> str:
     """Return a number of a row of the long table with its interval in words; of an error the range over the seeds."""
-    value, low, high = (getattr(row, name) for name in interval(column))
+    value, low, high = (getattr(row, name) for name in interval_columns(column))
     if row.quantity == "error" and column == "value":
         text, lowest, highest = (amount(part, digits=1) for part in (value, low, high))
         return text if lowest == highest else f"{text} ({lowest} to {highest})"

@@ -91,12 +91,12 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     left_out: LeftOut = []
     for path in [*chosen, *archives]:
         with attempt(path, left_out):
-            found, measured = archive.read(path) if path in archives else _read(path, left_out)
+            rows, measured = archive.read(path) if path in archives else _read(path, left_out)
             # All settings that decide what is computed: runs for which they are equal are seeds of one line.
-            found["key"] = [json.dumps(compared(config), sort_keys=True) for config in found.config]
-            found = found[found["name"].map(is_chosen)]
-            runs.append(found)
-            results.append(measured[measured.path.isin(found.path)])
+            rows["key"] = [json.dumps(compared(config), sort_keys=True) for config in rows.config]
+            rows = rows[rows["name"].map(is_chosen)]
+            runs.append(rows)
+            results.append(measured[measured.path.isin(rows.path)])
     # Labels name the differences between runs, so all runs must have been read.
     of_all = _on_equal_texts(_concatenated(results), left_out)
     grouped = _grouped(_concatenated(runs), of_all, left_out)
@@ -143,14 +143,14 @@ def curves(runs: Runs) -> pd.DataFrame:
 def _find(folders: Iterable[Path]) -> list[Path]:
     """Return every run directory in or below `folders`, without hidden ones."""
     # Folders may contain each other, or link to each other: each run counts once.
-    found: dict[Path, Path] = {}
+    by_place: dict[Path, Path] = {}  # {the directory itself: how it was reached}
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{printable(folder)} is not a directory")
         for file in folder.rglob("config.yaml"):
             if not any(name.startswith(".") for name in file.relative_to(folder).parts):
-                found[file.parent.resolve()] = file.parent
-    return sorted(found.values())
+                by_place[file.parent.resolve()] = file.parent
+    return sorted(by_place.values())
 
 
 def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:

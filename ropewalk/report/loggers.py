@@ -178,11 +178,11 @@ class Tracker:
         self.config = run.cfg.model_dump() | dict(facts)
         # The options of `logger` have a flag for each kind in OPEN.
         self.open = {kind: open_one for kind, open_one in OPEN.items() if getattr(run.cfg.logger, kind)}
-        own = run.cfg.logger.trackers
-        for kind in [*self.open, *own]:
+        of_user = run.cfg.logger.trackers
+        for kind in [*self.open, *of_user]:
             if kind in PACKAGES and not find_spec(kind):
                 raise ValueError(f"logger={kind} needs a package: pip install {kind}")
-        for kind in own:
+        for kind in of_user:
             self.open[kind] = opener(run, kind)
         # By kind, on rank zero: None until it is opened. One that fails is taken out.
         self.trackers: dict[str, Any] = dict.fromkeys(self.open if is_rank_zero() else [])

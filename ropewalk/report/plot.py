@@ -30,7 +30,7 @@ from scipy.optimize import isotonic_regression
 
 from conf.files import printable
 from ropewalk.report.frame import START
-from ropewalk.report.table import BEST_POSSIBLE, COLUMNS, by_length, headline, interval, over_seeds, worst_part
+from ropewalk.report.table import BEST_POSSIBLE, COLUMNS, by_length, headline, interval_columns, over_seeds, worst_part
 
 # Any two lines, the ink and the grey are at least 0.09 apart in Oklab, also as the colour-blind see them; the contrast
 # of a line to the paper is 3 or more. Both hold on a dark page, too.
@@ -174,7 +174,8 @@ def _against_length(ax: Axes, rows: pd.DataFrame, column: str) -> pd.DataFrame:
     ax.xaxis.set_major_locator(ticker.FixedLocator(lengths[:: -math.ceil(len(lengths) / 5)]))
     ax.minorticks_off()
     ax.set_xlabel("length of the text in tokens")
-    return rows[["line", "seed", "length", *interval(column)]].set_axis(POINT, axis=1).sort_values("x", kind="stable")
+    points = rows[["line", "seed", "length", *interval_columns(column)]].set_axis(POINT, axis=1)
+    return points.sort_values("x", kind="stable")
 
 
 def curves(

@@ -20,7 +20,7 @@ BEST_POSSIBLE = "best possible"  # the line of the best possible predictor, wher
 FAR = "far"  # the part that holds all parts which need text from beyond train_len
 LEARNED = 10.0  # a seed has learned a task if at most so many percent of its answers are wrong where it was trained
 OF_PART = ["task", "difficulty", "depth", "span_start", "span_end", "continuation"]
-# The paired differences of a line. Each has columns of its `interval`.
+# The paired differences of a line. Each has its `interval_columns`.
 PAIRED = {
     "gain": "loss of the line `base` on the text cut to `cut` tokens, its training length, minus the loss on all of it",
     "lead": "loss of the line `reference` on the text cut to its training length, minus the loss on all of it",
@@ -35,7 +35,7 @@ OF_LINE = [  # columns that are the same in all rows of a line
 ]  # fmt: skip
 
 
-def interval(column: str) -> list[str]:
+def interval_columns(column: str) -> list[str]:
     """Return the columns of a number and of the ends of its interval."""
     prefix = "" if column == "value" else f"{column}_"
     return [column, f"{prefix}low", f"{prefix}high"]
@@ -47,7 +47,7 @@ COLUMNS = [
     "step", "settings", "run", "path", "seed", "seeds",
     "measure", "quantity", "unit", "eval", *OF_PART, "part", "length", "times", "texts", "documents", "learned",
     # The numbers, and what they mean.
-    *(name for column in ("value", *PAIRED) for name in interval(column)),
+    *(name for column in ("value", *PAIRED) for name in interval_columns(column)),
     "reference", "rank", "tied", "tolerance", "verdict", *COSTS, *PROVENANCE,
 ]  # fmt: skip
 
@@ -187,10 +187,10 @@ def _over_cells(table: pd.DataFrame, samples: pd.Series) -> pd.Series:
     of_cells = {}
     for cell, of_cell in samples.dropna().groupby(table.cell):
         of_cells[cell] = stacked(of_cell.tolist())
-    found = samples.copy()
+    result = samples.copy()
     is_over_all = table.seed.isna()
-    found[is_over_all] = pd.Series([of_cells.get(cell) for cell in table.cell], table.index, dtype=object)
-    return found
+    result[is_over_all] = pd.Series([of_cells.get(cell) for cell in table.cell], table.index, dtype=object)
+    return result
 
 
 def _far(rows: pd.DataFrame, lines: pd.DataFrame) -> list[pd.DataFrame]:
@@ -222,7 +222,7 @@ def _estimates(samples: pd.Series) -> list[Estimate | None]:
 def _with(table: pd.DataFrame, column: str, estimates: Sequence[Estimate | None]) -> pd.DataFrame:
     """Return a table with a number and its interval as columns."""
     numbers = [e[:3] if e else (np.nan, np.nan, np.nan) for e in estimates]
-    return table.assign(**dict(zip(interval(column), np.transpose(numbers), strict=True)))
+    return table.assign(**dict(zip(interval_columns(column), np.transpose(numbers), strict=True)))
 
 
 def _over_learned(table: pd.DataFrame) -> pd.DataFrame:
@@ -284,9 +284,9 @@ def _tied(table: pd.DataFrame, behind: Sequence[Estimate | None]) -> pd.Series:
     is_tied[cells.index] = False
     for _, at_place in cells[cells.value.notna()].groupby(["part", "length"]):
         others = at_place.index[at_place["rank"] > 1]
-        found = tied([behind[number] for number in others])
-        is_tied[others] = found
-        is_tied[at_place.index[at_place["rank"] == 1]] = any(found)
+        are_tied = tied([behind[number] for number in others])
+        is_tied[others] = are_tied
+        is_tied[at_place.index[at_place["rank"] == 1]] = any(are_tied)
     return is_tied
 
 
@@ -302,24 +302,24 @@ def _differences(table: pd.DataFrame) -> dict[str, pd.Series]:
         keys = table.assign(line=lines, length=np.minimum(table.length, longest))
         is_exact = table.seed.notna() & (keys.line == BEST_POSSIBLE)
         keys["seed"] = table.seed.mask(is_exact, EXACT)
-        found = list(map(samples.get, keys[[*CELL, "seed"]].itertuples(index=False, name=None)))
-        return pd.Series(found, table.index, dtype=object)
+        of_rows = list(map(samples.get, keys[[*CELL, "seed"]].itertuples(index=False, name=None)))
+        return pd.Series(of_rows, table.index, dtype=object)
 
-    own = table["sample"]
+    measured = table["sample"]
     # A line is not compared with itself.
     reference = table.reference.mask(table.reference == table.line)
     optimum = pd.Series(BEST_POSSIBLE, table.index).mask(table.line == BEST_POSSIBLE)
     differences = {
-        "difference": _minus(own, of(reference)),
-        "behind": _minus(own, of(table.best)),
-        "above": _minus(own, of(optimum)),
+        "difference": _minus(measured, of(reference)),
+        "behind": _minus(measured, of(table.best)),
+        "above": _minus(measured, of(optimum)),
     }
     if table.measure.iloc[0] == "lengths":
-        gain = _minus(of(table.base, table.cut), own)
+        gain = _minus(of(table.base, table.cut), measured)
         differences |= {
             "gain": gain,
             "possible": _minus(of(optimum, table.cut), of(optimum)).where(gain.notna(), None),
-            "lead": _minus(of(table.reference, table.reference_len), own),
+            "lead": _minus(of(table.reference, table.reference_len), measured),
         }
     return differences
 

@@ -63,8 +63,8 @@ def check_rows(run: RunDir, progress: Progress) -> None:
     # A run of 0 steps is complete without a checkpoint.
     was_trained = (run.path / "training.json").is_file() and read_training(run.path)["steps"] > 0
     if rows != progress.rows or (was_trained and not progress.step):
-        found = f"metrics.jsonl has {rows} rows up to step {progress.step}, the newest checkpoint has {progress.rows}"
-        problem = found if progress.step else "the run was trained, and has no checkpoint"
+        counts = f"metrics.jsonl has {rows} rows up to step {progress.step}, the newest checkpoint has {progress.rows}"
+        problem = counts if progress.step else "the run was trained, and has no checkpoint"
         raise ValueError(
             f"checkpoints or rows are missing: {problem}: "
             "restore the files, or delete the run and train again; scripts/evaluate.py measures a trained model"
