@@ -77,7 +77,7 @@ def resolve(options: Mapping[str, Any], base: type[T], home: str, group: str) ->
     return cls, others
 
 
-def options_of(cls: type) -> dict[str, tuple[Any, Any]]:
+def constructor_options(cls: type) -> dict[str, tuple[Any, Any]]:
     """The options of a class, {name: (type, default)}; the default of one that must be given is `...`.
 
     They are the keyword-only parameters of its constructor and of those of its bases, which pass **options on.
@@ -97,7 +97,7 @@ def options_of(cls: type) -> dict[str, tuple[Any, Any]]:
 @functools.cache
 def schema_of(cls: type) -> type[Section]:
     """The schema of a class's options, and of the name beside them."""
-    return create_model("Target", __base__=Section, name=(Name, ...), **options_of(cls))  # type: ignore[call-overload]
+    return create_model("Target", __base__=Section, name=(Name, ...), **constructor_options(cls))  # type: ignore[call-overload]
 
 
 def checked(cls: type, options: Mapping[str, Any], group: str) -> dict[str, Any]:
@@ -112,4 +112,4 @@ def checked(cls: type, options: Mapping[str, Any], group: str) -> dict[str, Any]
         ValueError: a line for each option that is unknown or of another type.
     """
     section = parse(schema_of(cls), options, f"{group}.")
-    return {name: getattr(section, name) for name in options_of(cls)}
+    return {name: getattr(section, name) for name in constructor_options(cls)}

@@ -25,7 +25,7 @@ from torch._dynamo.utils import counters
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conf.plugins import options_of
+from conf.plugins import constructor_options
 from lab.benchmarks.measure import peak_memory
 from model import gpt, position
 from model.cache import Cache
@@ -463,7 +463,7 @@ def test_the_yaml_lists_every_option(name):
     cls = resolve_name(options.pop("_target_"))
 
     assert options.pop("name") == name
-    assert options.keys() == options_of(cls).keys()
+    assert options.keys() == constructor_options(cls).keys()
 
 
 @each_kind
