@@ -144,7 +144,8 @@ def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
         )
     if not weights.keys() - wrong:
         raise ConfigError(f"none of the weights of {source} fits")
-    tensors = net.state_dict()
-    for name in weights.keys() - wrong:
-        assign(tensors[name], weights[name])
-    return [name for name in wrong if name in tensors]
+    # Of a tied head and embedding this is the embedding alone: those of the source may differ, if it has not tied them.
+    for name, tensor in net.named_parameters():
+        if name not in wrong:
+            assign(tensor, weights[name])
+    return [name for name in wrong if name in net.state_dict()]
