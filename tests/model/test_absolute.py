@@ -73,3 +73,13 @@ def test_a_text_beyond_the_table_is_an_error_that_names_the_remedy(scale, length
 
     with pytest.raises(ValueError, match=message):
         net(text[:, -1:], encodings=encodings, cache=cache)
+
+
+def test_positions_are_added_once_whatever_else_is_learned():
+    """A factor of 1 for each head changes nothing."""
+    plain = build_gpt("sinusoidal")
+    tempered = build_gpt("sinusoidal", pe={"temperature": "head"})
+    for pe in tempered.distinct_encodings:
+        torch.nn.init.ones_(pe.head_factor)
+    text = tokens(20)
+    torch.testing.assert_close(tempered(text), plain(text))
