@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import time
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from process_helpers import STEP, On, kill, live
 from safetensors.torch import load_file, save_file
 
 from model.gpt import GPT
+from ropewalk.run import stop
 from ropewalk.run.directory import steps_in
 from ropewalk.run.stop import INTERRUPTED, STOPPED
 
@@ -236,3 +238,9 @@ def test_a_time_limit_stops_after_a_checkpoint_and_the_same_command_resumes(trai
     assert "SIGALRM: stopped after step 1; " in outcome.out
     assert "resuming" in train(*SHORT).out
     assert (train.runs / "rope-text" / "training.json").exists()
+
+
+def test_a_time_limit_is_of_a_run_and_not_of_the_process(train, monkeypatch):
+    """Such as a notebook, which has been open for an hour."""
+    monkeypatch.setattr(stop, "_began", time.monotonic() - 3600)
+    train(*SHORT, "trainer.time_limit=30")

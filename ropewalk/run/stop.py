@@ -10,9 +10,13 @@ from collections.abc import Iterator
 STOPPED = 75  # exit code, os.EX_TEMPFAIL "try again later": a job script requeues on it and on no other
 INTERRUPTED = 130  # after Ctrl-C, as in shells
 PARENT = "ROPEWALK_PARENT"  # environment variable: process id of rank zero, for the ranks that it starts
+_began = time.monotonic()  # when the run of this process began: see `begin`
 
 
-BEGAN = time.monotonic()  # of this process: every program imports this at once
+def begin() -> None:
+    """Count a run's time from now on: a process, such as a notebook, may train several."""
+    global _began
+    _began = time.monotonic()
 
 
 @contextlib.contextmanager
@@ -24,7 +28,7 @@ def noting_signals(minutes: float | None = None) -> Iterator[list[str]]:
     job: it gets the signal when the context ends.
 
     Args:
-        minutes: after so many, since the process began, SIGALRM is noted; None: never.
+        minutes: after so many, since `begin`, SIGALRM is noted; None: never.
     """
     names: list[str] = []
 
@@ -41,7 +45,7 @@ def noting_signals(minutes: float | None = None) -> Iterator[list[str]]:
         numbers.append(signal.SIGALRM)
     handlers = {number: signal.signal(number, note) for number in numbers}
     if minutes is not None:
-        signal.setitimer(signal.ITIMER_REAL, max(1e-3, 60 * minutes - (time.monotonic() - BEGAN)))
+        signal.setitimer(signal.ITIMER_REAL, max(1e-3, 60 * minutes - (time.monotonic() - _began)))
     try:
         yield names
     finally:
