@@ -29,13 +29,13 @@ from model.position.network import Encodings, metrics_of
 from model.size import flops_per_token, n_parameters
 from ropewalk.app.configure import configure
 from ropewalk.app.init_from import load_weights, vocab_size
-from ropewalk.app.resolve import base_model, for_this_machine, original_len
+from ropewalk.app.resolve import base_model, for_this_machine, of_length, original_len
 from ropewalk.evaluation.evaluator import Evaluator, is_measured
 from ropewalk.evaluation.objective import objective
 from ropewalk.report import loggers, page
 from ropewalk.run import processes
 from ropewalk.run.directory import RunDir, check_identity
-from ropewalk.run.stop import INTERRUPTED, STOPPED, noting_signals
+from ropewalk.run.stop import INTERRUPTED, STOPPED, begin, noting_signals
 from ropewalk.training import checkpoints, distributed, rows
 from ropewalk.training.hardware import Hardware, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
@@ -59,6 +59,7 @@ def train(cfg: Config) -> None:
         ValueError, OSError: with the remedy. Mistakes of a user are found before the run directory is touched.
         SystemExit: stopped early, see `ropewalk.run.stop`.
     """
+    begin()
     cfg, hardware = for_this_machine(cfg)
     tune(hardware.device, deterministic=cfg.trainer.deterministic)
     with distributed.launch(cfg.trainer, hardware) as fabric:
@@ -109,7 +110,7 @@ def finish(run: RunDir, fabric: "Fabric", hardware: Hardware) -> None:
         with logger:
             # What the weights were worth before, unless some of them are new or none will change.
             if base and not progress.step and cfg.trainer.max_steps and not cfg.init_partial:
-                training.evaluator.measure_start(run, base)
+                training.evaluator.measure_start(run, of_length(base, cfg.train_len))
             training.fit(run, logger, progress)
 
             # The final weights, what they are worth, and then the file that says that all is done.

@@ -99,6 +99,22 @@ def test_a_run_measures_the_model_it_starts_from_once(straight, train, trained):
     assert [e for e in load_all(child) if not e.step] == before
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["pe=nope", "pe.window=0.25"],  # four tokens, which stay four
+        ["pe=nope", "pe.temperature=log"],  # from 16 tokens on
+        ["pe=yarn", "pe.scale=2"],  # trained at scale 1
+    ],
+)
+def test_a_longer_run_measures_its_model_as_it_was_trained(straight, extend, options):
+    base = straight(*options)
+    child, _ = extend(base, "train_len=32", "eval.lengths=[0.25,0.5,1,2,4]")
+    (trained,) = [e for e in load_all(base) if not e.variant.zero_shot]
+    (before,) = [e for e in load_all(child) if (e.step, e.variant.label) == (0, trained.variant.pe["name"])]
+    assert [m.nats for m in before.measured] == [m.nats for m in trained.measured]
+
+
 HYBRID = ("pe=hybrid", "pe.pattern=[local,global]", "model.n_layer=2")
 
 
@@ -133,6 +149,7 @@ def test_another_vocabulary_of_the_same_size_is_refused(refused, straight, tmp_p
         (["model.dim=64"], "model.dim=64 contradicts"),
         (["model=tiny"], "contradicts"),  # the program's default, but asked for
         (["model.dim=64", "init_partial=true"], "none of the weights"),
+        (["init_optimizer=true", "optim=muon"], "lab.muon.Muon cannot go on with the state of torch.optim.AdamW"),
         (["data=flip_flop"], "the data one of 5"),
     ],
 )

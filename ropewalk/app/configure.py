@@ -18,6 +18,7 @@ from ropewalk.app.resolve import (
     base_model,
     completed,
     load_config,
+    of_length,
     readable,
     resolve,
     scaled_to,
@@ -69,8 +70,12 @@ def merged(config: DictConfig) -> dict[str, Any]:
     if values["init_from"] is None:
         return values
     source = str(values["init_from"])
-    base = base_model(source)
+    base: Options = base_model(source)
     chosen = typed()
+    # Without training the weights stay those of their own length.
+    if not values["trainer"]["max_steps"] and "train_len" not in chosen:
+        values["train_len"] = base["train_len"]
+    base = of_length(base, values["train_len"])
     of_model: dict[str, Any] = {"model": base["model"], "data": _tokenizer_of(source, values["data"])}
     if "pe" in chosen:
         of_model["pe"] = shared_options(base, values["pe"])
@@ -79,8 +84,6 @@ def merged(config: DictConfig) -> dict[str, Any]:
         values["pe"] = {key: value for key, value in values["pe"].items() if f"pe.{key}" in chosen}
     if _takes_extend(config):
         of_model |= options_of("experiment", "extend")
-    if not values["trainer"]["max_steps"]:  # without training the weights stay those of their own length
-        of_model["train_len"] = base["train_len"]
     # Of these groups an option that is chosen keeps what it does not share with the model; one of `model` all.
     values = over(of_model, values, chosen - {"pe", "data", "optim"})
     if not values["init_partial"]:

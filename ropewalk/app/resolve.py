@@ -17,7 +17,7 @@ from data.base import build_data
 from data.sampler import micro_batch_size
 from model import position, serialization
 from model.gpt import GPT
-from model.position.base import NO_ENCODING
+from model.position.base import NO_ENCODING, in_tokens
 from model.position.layer import check_length
 from model.position.network import at_scale, family_of, max_len_of, scales_of
 from ropewalk import hf
@@ -49,10 +49,22 @@ def resolve(values: Mapping[str, Any]) -> Config:
         # weights may be wrong for those of a variant.
         is_rope = cfg.pe.get("_target_") == "model.position.rotary.Rotary"  # a pattern has no _target_
         wanted = ["yarn"] if is_rope else []
+    if cfg.init_optimizer:
+        theirs = _optimizer(read_config(Path(base["source"]))["optim"]["optimizer"])
+        if theirs != _optimizer(cfg.optim.optimizer):
+            raise ConfigError(
+                f"init_optimizer=true: {_optimizer(cfg.optim.optimizer)} cannot go on with the state of {theirs}, "
+                f"with which {cfg.init_from} was trained: choose optim as there, or leave out init_optimizer"
+            )
     if cfg.optim.optimizer:  # made here only to find mistakes
         _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
         make_optimizer(net, cfg.optim)
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
+
+
+def _optimizer(options: Options | None) -> str:
+    """The class of the optimizer with these `optim.optimizer`."""
+    return str((options or {}).get("_target_", "torch.optim.AdamW"))
 
 
 def _with_length(cfg: Config, length: int) -> Config:
@@ -262,6 +274,19 @@ def base_model(source: str | None) -> dict[str, Any]:
     else:
         description = serialization.describe(source)
     return description | {"source": source}
+
+
+def of_length(base: Options, train_len: int) -> Options:
+    """The model `base`, from which a run with this train_len starts: of another length, its windows are in tokens.
+
+    As shares they would be of the run's length, and the run would not begin with what the model has learned.
+    """
+    if not base or base["train_len"] == train_len:
+        return base
+    by_name = {}
+    for name, part in position.parts(base["pe"]).items():
+        by_name[name] = {**part, "window": in_tokens(part.get("window"), base["train_len"])}
+    return {**base, "pe": by_name.get("", {**base["pe"], **by_name})}
 
 
 def original_len(cfg: Config, base: Options) -> int:

@@ -228,10 +228,16 @@ class Evaluator:
 
         They are read as that model reads them, and by the encodings of the network.
         """
-        variants = self._variants()[:1]  # the network's own, as it is trained
-        if base["pe"] != self.cfg.pe:
-            encodings = self._encodings(base["pe"], base["train_len"])
-            variants.insert(0, (_variant(base["pe"], scales_of(encodings)[0], encodings, zero_shot=True), encodings))
+        own, own_encodings = self._variants()[0]  # as the network is trained
+        encodings = self._encodings(base["pe"], base["train_len"])
+        scale = scales_of(encodings)[0]
+        is_other = (base["pe"], scale) != (own.pe, own.scale)
+        # Reports look for the model's own reading by this label.
+        variants = [(Variant(label=base["pe"]["name"], pe=base["pe"], scale=scale, zero_shot=is_other), encodings)]
+        if own.pe == base["pe"]:
+            own = own.model_copy(update={"label": f"{own.pe['name']} at scale {own.scale:g}"})
+        if is_other:
+            variants.append((own, own_encodings))
         self._measure(Weights(run, 0, base["train_len"]), self.planned[:1], variants)
 
     def _measure(
