@@ -162,7 +162,7 @@ class TextData(Data):
         offsets = split.offsets
         sizes = np.diff(offsets) - 1  # without the end-of-text token
         segments = (sizes - 1) // longest  # in each document
-        if not segments.any():
+        if not (segments > 0).any():  # a document without tokens has -1
             raise ValueError(
                 f"no validation document has {longest + 1:,} tokens, which a context of {longest:,} needs: the longest "
                 f"of {split.documents:,} has {sizes.max():,}; lower eval.lengths or train_len, or use longer documents"
