@@ -18,6 +18,7 @@ import ropewalk
 from conf.files import read_json
 from data.hf_tokenizer import BYTE_OF
 from ropewalk.app.configure import train_values
+from ropewalk.app.resolve import base_model, variants
 from ropewalk.evaluation.results import load_all
 from ropewalk.run.directory import read_config
 from scripts import evaluate
@@ -152,6 +153,16 @@ def test_a_pattern_is_extended_part_by_part(train, straight):
     inherited = {"base": 500.0, "scale": 2.0, "original_len": 16}
 
     assert pe["global"] == pe["global"] | inherited
+
+
+def test_a_window_that_an_encoding_is_chosen_for_stays(train, straight):
+    """The model has none: what its encoding leaves off decides nothing."""
+    base = straight("pe=rope", "pe.base=500.0")
+    started = train_values(*train.complete(f"init_from={base}", "pe=gemma3"))["pe"]
+    (read,) = variants(base_model(str(base)), ["gemma3"])
+    for pe in (started, read):
+        assert [pe[part]["base"] for part in ("local", "global")] == [500.0, 500.0]
+        assert [pe[part]["window"] for part in ("local", "global")] == [0.25, None]
 
 
 def test_init_partial_names_the_weights_that_are_new(straight, extend):
