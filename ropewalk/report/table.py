@@ -81,7 +81,7 @@ def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
 def by_length(table: pd.DataFrame, quantity: str = "loss") -> pd.DataFrame:
     """Return the rows of a text's loss, whose tokens are the same at every length, or of the "error" of a task.
 
-    Measures with other settings have other texts: that of most lines is taken, then that of most texts.
+    Measures with other settings have other texts: see `of_one_setting`.
 
     Raises ValueError: the table has several sections, which have nothing in common.
     """
@@ -92,6 +92,11 @@ def by_length(table: pd.DataFrame, quantity: str = "loss") -> pd.DataFrame:
             f"the runs are of {len(sections)} sections, of which one can be shown: choose it with only=, or with"
             f" frame[frame.section == {sections[0]!r}]; there are: {'; '.join(sections)}"
         )
+    return of_one_setting(rows)
+
+
+def of_one_setting(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of a measure with the settings that most lines were measured with, and of these most texts."""
     if rows.empty:
         return rows
     sizes = rows.groupby("eval").agg(lines=("line", "nunique"), texts=("texts", "max"))
