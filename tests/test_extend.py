@@ -253,7 +253,11 @@ def test_beginning_with_a_model_of_transformers(extend, tmp_path):
     theirs, folder = small_llama(tmp_path / "llama", vocab_size=258)
     child, _ = extend(folder, "pe=yarn", "pe.scale=2", "train_len=32")
 
-    assert train_values(f"init_from={folder}")["optim"]["lr"] == 3e-4  # not the one of a training from scratch
+    for options in ([], ["trainer=ddp"]):
+        values = train_values(f"init_from={folder}", *options)
+
+        assert values["optim"]["lr"] == 3e-4  # not the one of a training from scratch
+        assert values["trainer"]["max_steps"] == 100
 
     pe = read_config(child)["pe"]
 

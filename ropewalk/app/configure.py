@@ -82,7 +82,7 @@ def merged(config: DictConfig) -> dict[str, Any]:
     if not values["trainer"]["max_steps"]:  # without training the weights stay those of their own length
         of_model["train_len"] = base["train_len"]
     # Of these groups an option that is chosen keeps what it does not share with the model; one of `model` all.
-    values = over(of_model, values, chosen - {"pe", "data", "optim"})
+    values = over(of_model, values, chosen - {"pe", "data", "optim", "trainer"})
     if not values["init_partial"]:
         _check_fit(source, base, values)
     return values
