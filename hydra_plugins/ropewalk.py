@@ -110,7 +110,8 @@ class SideBySide(Launcher):
                 name = f"{name}-{number}"
             jobs[name] = config
             commands[name] = [*_program(self.config), *overrides, f"hydra.job.num={number}", f"hydra.job.id={number}"]
-        places = places_of(next(iter(jobs.values())).get("trainer") or {}, self.n_jobs)
+        # If one of them takes the whole machine, they take turns.
+        places = min((places_of(config.get("trainer") or {}, self.n_jobs) for config in jobs.values()), key=len)
         ended = run_all(commands, places, Path(self.config.hydra.sweep.dir))
         results = []
         for name, config in jobs.items():

@@ -124,6 +124,25 @@ def test_runs_of_one_name_in_several_folders_are_all_run(planned, tmp_path):
     assert [f"runs_dir={folder}" in job for folder, job in zip(folders, started.values(), strict=True)] == [True, True]
 
 
+def test_jobs_take_turns_if_one_has_several_processes(train, monkeypatch):
+    found = []
+
+    def run_all(commands, places, logs):
+        found.extend(places)
+        return dict.fromkeys(commands, side_by_side.Ended("", b"1.0", 1.0))
+
+    monkeypatch.setattr(side_by_side, "run_all", run_all)
+    train(
+        "trainer=default,ddp",
+        "name='${trainer.strategy}'",
+        "-m",
+        "hydra/launcher=side_by_side",
+        "hydra.launcher.n_jobs=2",
+    )
+
+    assert found == [{}]
+
+
 def test_an_experiment_may_say_what_is_swept(planned):
     """The command line may narrow it. But for what is compared, the jobs are equal."""
     jobs = [resolve(train_values(*overrides)) for overrides in planned("experiment=compare", "seed=0").values()]
