@@ -413,3 +413,10 @@ def test_a_damaged_archive_is_left_out_and_makes_no_other_number(tmp_path):
     file.write_bytes(sound[:-100])
     (left_out,) = frame.load([file, tmp_path / "b"]).left_out
     assert left_out[0] == str(file)
+
+
+def test_an_archive_of_no_complete_run_is_refused(tmp_path):
+    write_run(tmp_path, finished=False)
+    runs = frame.load(tmp_path)
+    with pytest.raises(ValueError, match="no run is complete and measured"):
+        archive.write(tmp_path / "a.parquet", runs.runs, runs.results)
