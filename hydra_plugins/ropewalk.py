@@ -106,9 +106,12 @@ class SideBySide(Launcher):
         for number, overrides in enumerate(job_overrides, initial_job_idx):
             config = self.hydra_context.config_loader.load_sweep_config(self.config, [*overrides])
             name = str(config.get("name") or number)
+            if name in jobs:
+                name = f"{name}-{number}"
             jobs[name] = config
             commands[name] = [*_program(self.config), *overrides, f"hydra.job.num={number}", f"hydra.job.id={number}"]
-        places = places_of(next(iter(jobs.values())).get("trainer") or {}, self.n_jobs)
+        # If one of them takes the whole machine, they take turns.
+        places = min((places_of(config.get("trainer") or {}, self.n_jobs) for config in jobs.values()), key=len)
         ended = run_all(commands, places, Path(self.config.hydra.sweep.dir))
         results = []
         for name, config in jobs.items():

@@ -127,12 +127,12 @@ def load(
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device={device!r} is not available here: {str(error).splitlines()[0]}") from None
     trained = opened(run, cache_dir, step)
+    if options and not isinstance(pe, str):
+        raise ValueError(f"{', '.join(options)}: options of an encoding need its name, as in pe='yarn'")
     variant = None
     if pe is not None:
         spec = {"pe": pe, **options} if isinstance(pe, str) else pe
         (variant,) = variants(trained.description, [spec])
-    elif options:
-        raise ValueError(f"{', '.join(options)}: options of an encoding need its name, as in pe='yarn'")
     return Model(trained.network(variant).to(device), trained.data)
 
 

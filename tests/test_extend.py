@@ -18,6 +18,7 @@ import ropewalk
 from conf.files import read_json
 from data.hf_tokenizer import BYTE_OF
 from ropewalk.app.configure import train_values
+from ropewalk.app.resolve import base_model, variants
 from ropewalk.evaluation.results import load_all
 from ropewalk.run.directory import read_config
 from scripts import evaluate
@@ -171,6 +172,16 @@ def test_a_pattern_is_extended_part_by_part(train, straight):
     assert pe["global"] == pe["global"] | inherited
 
 
+def test_a_window_that_an_encoding_is_chosen_for_stays(train, straight):
+    """The model has none: what its encoding leaves off decides nothing."""
+    base = straight("pe=rope", "pe.base=500.0")
+    started = train_values(*train.complete(f"init_from={base}", "pe=gemma3"))["pe"]
+    (read,) = variants(base_model(str(base)), ["gemma3"])
+    for pe in (started, read):
+        assert [pe[part]["base"] for part in ("local", "global")] == [500.0, 500.0]
+        assert [pe[part]["window"] for part in ("local", "global")] == [0.25, None]
+
+
 def test_init_partial_names_the_weights_that_are_new(straight, extend):
     base = straight("pe=rope")
     child, said = extend(base, "init_partial=true", "pe=cope", "model.n_layer=2")
@@ -259,7 +270,11 @@ def test_beginning_with_a_model_of_transformers(extend, tmp_path):
     theirs, folder = small_llama(tmp_path / "llama", vocab_size=258)
     child, _ = extend(folder, "pe=yarn", "pe.scale=2", "train_len=32")
 
-    assert train_values(f"init_from={folder}")["optim"]["lr"] == 3e-4  # not the one of a training from scratch
+    for options in ([], ["trainer=ddp"]):
+        values = train_values(f"init_from={folder}", *options)
+
+        assert values["optim"]["lr"] == 3e-4  # not the one of a training from scratch
+        assert values["trainer"]["max_steps"] == 100
 
     pe = read_config(child)["pe"]
 

@@ -12,6 +12,7 @@ from conftest import ENCODINGS, attend, normal, pe_options
 import ropewalk
 from conf.schema import GPTConfig
 from model.gpt import GPT
+from ropewalk.run.directory import read_config
 
 
 @pytest.fixture
@@ -39,6 +40,8 @@ def test_a_run_is_read_by_another_encoding(run):
 
     assert torch.equal(rope.logits(short), yarn.logits(short))
     assert not torch.allclose(rope.logits(long), yarn.logits(long), atol=1e-3)
+    with pytest.raises(ValueError, match="scale: options of an encoding need its name"):
+        ropewalk.load(run, pe=read_config(run)["pe"], scale=8.0)
 
 
 SHAPES = {

@@ -76,6 +76,7 @@ def test_a_failing_job_is_named_and_the_others_go_on(train):
         ("hydra/launcher=side_by_side hydra.launcher.n_jobs=-1", "hydra.launcher.n_jobs=-1: must be the number"),
         ("hydra/launcher=side_by_side hydra.launcher.n_jobs=all", "hydra.launcher.n_jobs=all: must be the number"),
         ("pe=glob(zz*)", "pe=glob(zz*): no option matches"),
+        ("name=x-1-2 model.n_head=1,2", "x-1-2 would be the place of several runs"),
         ("seed=0,1 eval={sequences:3} eval={at:[2]}", "eval={...} is given more than once"),
         ("eval={sequences:3},{sequences:4} eval={at:[2]}", "eval={...} is given more than once"),
     ],
@@ -114,6 +115,32 @@ def test_what_varies_tells_runs_apart(planned, tmp_path):
     name = "rope-text-data.tokenizer="
 
     assert [*planned(*options)] == [f"{name}bytes", f"{name}bytes-s1", f"{name}train:300", f"{name}train:300-s1"]
+
+
+def test_runs_of_one_name_in_several_folders_are_all_run(planned, tmp_path):
+    folders = [f"{tmp_path}/{folder}" for folder in "ab"]
+    started = planned(f"runs_dir={','.join(folders)}")
+
+    assert [f"runs_dir={folder}" in job for folder, job in zip(folders, started.values(), strict=True)] == [True, True]
+
+
+def test_jobs_take_turns_if_one_has_several_processes(train, monkeypatch):
+    found = []
+
+    def run_all(commands, places, logs):
+        found.extend(places)
+        return dict.fromkeys(commands, side_by_side.Ended("", b"1.0", 1.0))
+
+    monkeypatch.setattr(side_by_side, "run_all", run_all)
+    train(
+        "trainer=default,ddp",
+        "name='${trainer.strategy}'",
+        "-m",
+        "hydra/launcher=side_by_side",
+        "hydra.launcher.n_jobs=2",
+    )
+
+    assert found == [{}]
 
 
 def test_an_experiment_may_say_what_is_swept(planned):

@@ -67,6 +67,15 @@ def test_of_a_complete_run_what_is_new_is_measured(trained):
     assert {e.step for e in load_all(run) if e.eval.get("lengths") == [16, 48]} == {6, 8}
 
 
+def test_each_scale_of_a_complete_run_is_measured(trained):
+    run = trained("pe=yarn")
+    for file in (run / "evals").glob("*-yarn-4-*"):
+        file.unlink()
+    trained("pe=yarn")
+
+    assert {e.variant.scale for e in load_all(run)} == {1, 4}
+
+
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("32", torch.float32)])
 def test_validation_computes_as_training_does(train, monkeypatch, precision, dtype):
     """In the run's own arithmetic: bf16 products give another loss than fp32."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
+from conf.errors import ConfigError
 from lab.board.trials import Losses
 from ropewalk.evaluation.statistics import Estimate, Sample, estimate, stacked
 
@@ -52,10 +53,12 @@ def judge(mine: Samples, against: Samples, *, train_len: int, longest: int, numb
         longest: tokens of the longest texts; train_len if no longer ones were measured.
         number: of this try in its folder, counted from 1.
 
-    Raises ValueError: the sides have other seeds or texts.
+    Raises ValueError: the sides have other seeds or texts, or a loss at train_len is not finite.
     """
     # A length at which an encoding ends in NaN is one that it is not defined for.
     mine, against = ({n: s for n, s in side.items() if np.isfinite(s.values).all()} for side in (mine, against))
+    if train_len not in mine or train_len not in against:
+        raise ConfigError(f"a side ends in NaN or infinity at {train_len} tokens: a verdict needs a loss there")
     advantages: dict[str, Estimate] = {}
     if longest > train_len:
         end = f"{longest / train_len:g}x"

@@ -9,11 +9,11 @@ from pydantic import BaseModel, Field
 
 from conf.errors import ConfigError
 from conf.files import checksum, write_json
-from conf.options import encoding
 from conf.schema import Config, Section
 from data.base import build_data
 from lab.board import board, judge, trials
 from ropewalk.app.compose import quoted
+from ropewalk.app.resolve import base_model, readable, taking_over
 from ropewalk.run.directory import RunDir, lock, read_file
 
 ENOUGH = 5  # seeds that still find something after many tries
@@ -86,8 +86,13 @@ def configurations(args: Arguments) -> tuple[Config, Config]:
 
     chosen = {"pe": board.load(Path(args.entry)).pe} if args.entry else {}
     mine = trials.configuration(*asked.values(), **chosen)
-    # The options on the command line are those of `pe`; `against` has its own.
-    against = trials.configuration(*asked.values(), pe=encoding(args.against, "against"))
+    # The options on the command line are those of `pe`; `against` has its own, and those of the model they start from.
+    base = base_model(mine.init_from)
+    given = {"pe": args.against} if isinstance(args.against, str) else args.against
+    pe = taking_over(base, given, "against")
+    if base and not mine.init_partial:
+        readable(base, pe, remedy="init_partial=true starts from them all the same", dropping=True)
+    against = trials.configuration(*asked.values(), pe=pe)
 
     if mine.pe == against.pe:
         raise ConfigError(f"pe={mine.pe['name']} and against are the same: choose the encoding to judge with pe=NAME")

@@ -29,10 +29,13 @@ BATCH_TOKENS = 4096  # read at once, about: activations are kept for the gradien
 
 
 class Reach(Measure):
-    """The measure at the longest length, for text. Distances are train_len / 8 and its doublings within the texts."""
+    """The measure at the longest length, for text whose documents are read together.
+
+    Distances are train_len / 8 and its doublings within the texts.
+    """
 
     def plan(self, data: Data, cfg: Config) -> Plan | None:
-        if data.task:
+        if data.task or data.document_end is not None:
             return None
         length = max(cfg.lengths)
         (texts,) = data.eval_sets([length], target_tokens=1, sequences=cfg.eval.sequences)

@@ -85,7 +85,7 @@ def merged(config: DictConfig) -> dict[str, Any]:
     if _takes_extend(config):
         of_model |= options_of("experiment", "extend")
     # Of these groups an option that is chosen keeps what it does not share with the model; one of `model` all.
-    values = over(of_model, values, chosen - {"pe", "data", "optim"})
+    values = over(of_model, values, chosen - {"pe", "data", "optim", "trainer"})
     if not values["init_partial"]:
         _check_fit(source, base, values)
     return values

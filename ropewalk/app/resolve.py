@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from conf.errors import ConfigError
+from conf.errors import ConfigError, flatten
 from conf.options import encoding, over
 from conf.schema import Config, GPTConfig, Stage, parse
 from data.base import build_data
@@ -302,11 +302,29 @@ def shared_options(base: Options, chosen: Options) -> dict[str, Any]:
     shared = {}
     for name, part in position.parts(chosen).items():
         base_part = base_parts.get(name, base_parts.get("", {}))
-        of_part = {key: value for key, value in base_part.items() if key in part and key not in _NOT_SHARED}
+        of_part = {}
+        for key, value in base_part.items():
+            # What the base leaves off, such as a window, does not decide: an encoding may be chosen for it.
+            if key in part and key not in _NOT_SHARED and value not in (None, "none"):
+                of_part[key] = value
         if "original_len" in part:
             of_part["original_len"] = base_part.get("original_len") or base["original_len"]
         shared[name] = of_part
     return shared.get("", shared)
+
+
+def taking_over(trained: Options, given: Options, where: str = "pe") -> dict[str, Any]:
+    """Return all options of an encoding for the weights of a trained model: those `given` hold, else the model's own.
+
+    Args:
+        trained: as of `variants`; empty: there is no such model.
+        given: {pe: NAME, OPTION: VALUE, ...}; without `pe` all options already.
+        where: the key to name in messages.
+    """
+    pe = encoding(given, where)
+    if not trained or "pe" not in given:
+        return pe
+    return over(shared_options(trained, pe), pe, flatten(given))
 
 
 def variants(trained: Options, wanted: Iterable[str | Options], longest: float | None = None) -> list[dict[str, Any]]:
@@ -324,12 +342,9 @@ def variants(trained: Options, wanted: Iterable[str | Options], longest: float |
     resolved = []
     for spec in wanted:
         given = {"pe": spec} if isinstance(spec, str) else spec
-        pe = encoding(given)
-        if "pe" in given:  # else it has all options already
-            asked = {key: value for key, value in given.items() if key in pe}
-            pe |= shared_options(trained, pe) | asked
-            if longest and "scale" not in given:
-                pe = scaled_to(longest, trained, pe)
+        pe = taking_over(trained, given)
+        if longest and "pe" in given and "scale" not in given:
+            pe = scaled_to(longest, trained, pe)
         resolved.append(readable(trained, pe, remedy="fine-tune with train.py init_from=... instead"))
     return resolved
 

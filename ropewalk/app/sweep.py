@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -39,14 +40,20 @@ def plan(jobs: Sequence[Sequence[str]], composed: Sequence[DictConfig], varying:
     if len({RunDir(cfg).path for cfg in configs}) < len(configs):
         configs = [_with_name(cfg, options) for cfg, options in zip(configs, varying, strict=True)]
     runs = list(map(RunDir, configs))
+    by_path: dict[Path, Config] = {}
     for run in runs:
         run.check()
+        if by_path.setdefault(run.path, run.cfg) != run.cfg:
+            raise ConfigError(
+                f"{run.path} would be the place of several runs: give each a name, as name='lr${{optim.lr}}'"
+            )
     left = {}
     for number, (run, job) in enumerate(zip(runs, jobs, strict=True), 1):
         name = str(run.cfg.name)
         print(f"[{number}/{len(runs)}] {name}{': complete' if run.complete else ''}")
         if not is_done(run):
-            left[name] = [*job, f"name={quoted(name)}"]
+            # Several folders may have runs of one name.
+            left[str(run.path) if name in left else name] = [*job, f"name={quoted(name)}"]
     folders = ",".join(sorted({str(run.path.parent) for run in runs}))
     print(f"to compare: python scripts/report.py {shlex.quote(f'folders=[{folders}]')}", flush=True)
     return left

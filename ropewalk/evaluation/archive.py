@@ -51,6 +51,8 @@ def write(path: Path, runs: pd.DataFrame, results: pd.DataFrame) -> None:
 
     Args:
         runs, results: as in `ropewalk.report.frame.Runs`.
+
+    Raises ValueError: there are none.
     """
     complete = runs[runs.done.astype(bool)].copy()
     # Runs of two folders may have the same name, and would be one: the first keeps it, the second becomes "2-NAME".
@@ -61,6 +63,8 @@ def write(path: Path, runs: pd.DataFrame, results: pd.DataFrame) -> None:
         configs.append(json.dumps({key: value for key, value in config.items() if key not in LOCAL}))
     complete["config"] = configs
     rows = results[results.path.isin(complete.index) & (results.kind != "by_position")]
+    if rows.empty:
+        raise ValueError(f"{path}: no run is complete and measured, so there is nothing to write")
     rows = rows.join(complete.add_prefix("run_"), on="path")
     # Rows of the same texts beside each other compress best.
     rows = rows.sort_values(["kind", "eval", "part", "length", "quantity", "line", "seed"], kind="stable")

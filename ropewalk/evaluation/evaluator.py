@@ -73,9 +73,16 @@ def is_measured(run: Path, cfg: Config) -> bool:
     measured = []
     for e in final:
         if e.kind in asked and asked[e.kind].items() <= e.eval.items():
-            measured.append((e.kind, e.variant.pe))
-    needed = [cfg.pe, *(cfg.eval.variants or [])]
+            measured.append((e.kind, (e.variant.pe, e.variant.scale)))
+    needed: list[Any] = [(cfg.pe, scale) for scale in _scales(cfg, cfg.pe)]
+    needed += [(pe, max(_scales(cfg, pe))) for pe in cfg.eval.variants or []]
     return all(pair in measured for pair in product(asked, needed))
+
+
+def _scales(cfg: Config, pe: Any) -> Sequence[float]:
+    """The scales of the encodings with the options `pe`."""
+    with torch.device("meta"):
+        return scales_of(build_encodings(pe, Shape.of(cfg.model, cfg.train_len)))
 
 
 def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None) -> list[Plan]:

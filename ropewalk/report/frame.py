@@ -271,12 +271,15 @@ def _starting_weights(runs: pd.DataFrame) -> pd.Series:
     # Seeds may share the weights that they start from. Or each has its own, named as in "rope-s1": then the seed is
     # taken out of the name. A number in a name may mean something else. It is the seed only if runs of other seeds have
     # equal names without it, and no other seed has the same name with it.
-    without_seed = pd.Series(
-        [re.sub(rf"(-s)?(?<!\d){seed}(?!\d)", "", name) for seed, name in zip(runs.seed, init, strict=True)], runs.index
-    )
     is_shared = runs.groupby(["key", init]).seed.transform("nunique") > 1
-    is_equal_without = runs.groupby(["key", without_seed]).seed.transform("nunique") > 1
-    return init.mask(is_equal_without & ~is_shared, without_seed)
+    found = init
+    for place in ("", "(?=[^/]*$)"):  # anywhere, or only in the last part of a path: a folder may be called exp-1
+        pattern = rf"(-s)?(?<!\d){{}}(?!\d){place}"
+        names = [re.sub(pattern.format(seed), "", name) for seed, name in zip(runs.seed, init, strict=True)]
+        without_seed = pd.Series(names, runs.index)
+        is_equal_without = runs.groupby(["key", without_seed]).seed.transform("nunique") > 1
+        found = found.mask(is_equal_without & ~is_shared, without_seed)
+    return found
 
 
 def _labelled(groups: pd.DataFrame) -> pd.DataFrame:

@@ -21,7 +21,7 @@ from conf.errors import ConfigError, flatten
 from conf.files import printable
 from ropewalk.report import frame, page
 from ropewalk.report.answer import far_text
-from ropewalk.report.table import BEST_POSSIBLE, over_seeds, results
+from ropewalk.report.table import headline, of_one_setting, over_seeds, results
 from ropewalk.run.directory import RunDir, read_metrics
 from ropewalk.run.processes import is_rank_zero
 from ropewalk.run.stop import INTERRUPTED, STOPPED
@@ -264,7 +264,7 @@ def summary_metrics(table: pd.DataFrame) -> dict[str, float | str]:
     multiples = numbers.times.map("{:g}x".format)
     names = numbers["name"] + "@" + numbers.length.astype(str).mask(is_gain, multiples)
     metrics: dict[str, float | str] = dict(zip(names, numbers.number, strict=True))
-    far = far_text(table).query("measure == 'far_copies'").set_index("line").value
+    far = of_one_setting(far_text(table).query("measure == 'far_copies'")).set_index("line").value
     for prefix, last in numbers.drop_duplicates("prefix", keep="last").set_index("prefix").iterrows():
         others = {"variant": last.variant, "verdict": last.verdict, "far_copies": far.get(last.line)}
         metrics |= {f"{prefix}/{name}": value for name, value in others.items() if not pd.isna(value)}
@@ -290,7 +290,8 @@ def numbers_by_length(table: pd.DataFrame) -> pd.DataFrame:
     Names begin with "eval" for the final weights as trained, with "zero_shot" for the best other reading of them.
     """
     rows = over_seeds(table)
-    rows = rows[(rows.measure == "lengths") & (rows.line != BEST_POSSIBLE) & (rows.step == rows.step.max())]
+    # Of measurements with several settings one is shown, as on the page.
+    rows = headline(rows[rows.step == rows.step.max()])
     rows = rows.assign(prefix=rows.zero_shot.astype(bool).map({False: "eval", True: "zero_shot"}))
     # Best at the longest text: of a task in the difficulty that is worst there.
     longest = rows[rows.length == rows.groupby("prefix").length.transform("max")]

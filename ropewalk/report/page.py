@@ -22,8 +22,8 @@ from conf.schema import Config
 from ropewalk.evaluation.results import Evaluation
 from ropewalk.report import frame
 from ropewalk.report.answer import answer, far_text, number, percent
-from ropewalk.report.frame import BROKEN, PROVENANCE, LeftOut, Runs, attempt
-from ropewalk.report.table import BEST_POSSIBLE, LEARNED, by_length, over_seeds, results
+from ropewalk.report.frame import BROKEN, PROVENANCE, START, LeftOut, Runs, attempt
+from ropewalk.report.table import BEST_POSSIBLE, LEARNED, by_length, of_one_setting, over_seeds, results
 from ropewalk.run.directory import RunDir, read_training
 from ropewalk.run.processes import rank_zero_only
 
@@ -118,7 +118,8 @@ def grids(table: pd.DataFrame, left_out: LeftOut) -> list[Grid]:
 
 def costs(rows: pd.DataFrame) -> Grid:
     """Return the table of what each line was trained with, and what that took."""
-    trained = rows[(rows.line == rows.base) & (rows.line != BEST_POSSIBLE)].drop_duplicates("line").set_index("line")
+    is_read_otherwise = rows.zero_shot.astype(bool) | rows.line.str.startswith(START) | (rows.line == BEST_POSSIBLE)
+    trained = rows[~is_read_otherwise].drop_duplicates("line").set_index("line")
     columns = {"differs in": trained.settings, "runs": trained.run}
     for name, heading in COST_HEADINGS.items():
         columns[heading] = trained[name].map("{:,.0f}".format, na_action="ignore")
@@ -142,9 +143,9 @@ def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
     columns[f"loss at {longest:,}"] = _cells(last)
     shares = map(percent, last.share, last.share_low, last.share_high)
     columns["% of the possible"] = pd.Series(list(shares), last.index)
-    for (measure, quantity, _), rows in far_text(table).groupby(["measure", "quantity", "eval"]):
+    for (measure, quantity), rows in far_text(table).groupby(["measure", "quantity"]):
         words = f"{measure.replace('_', ' ')}: {quantity} from far text"
-        columns[words] = _cells(rows)
+        columns[words] = _cells(of_one_setting(rows))
     return _grid(f"Gain over the cut text in {text.unit.iloc[0]}; lowest loss first", text, columns)
 
 

@@ -31,7 +31,7 @@ PAIRED = {
 }
 OF_LINE = [  # columns that are the same in all rows of a line
     "train_len", "cut", "base", "encoding", "variant", "scale", "reading", "zero_shot", "step", "settings",
-    "reference", "reference_len", *COSTS,
+    "reference", "reference_len", "tolerance", *COSTS,
 ]  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
 def by_length(table: pd.DataFrame, quantity: str = "loss") -> pd.DataFrame:
     """Return the rows of a text's loss, whose tokens are the same at every length, or of the "error" of a task.
 
-    Measures with other settings have other texts: that of most lines is taken, then that of most texts.
+    Measures with other settings have other texts: see `of_one_setting`.
 
     Raises ValueError: the table has several sections, which have nothing in common.
     """
@@ -92,6 +92,11 @@ def by_length(table: pd.DataFrame, quantity: str = "loss") -> pd.DataFrame:
             f"the runs are of {len(sections)} sections, of which one can be shown: choose it with only=, or with"
             f" frame[frame.section == {sections[0]!r}]; there are: {'; '.join(sections)}"
         )
+    return of_one_setting(rows)
+
+
+def of_one_setting(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of a measure with the settings that most lines were measured with, and of these most texts."""
     if rows.empty:
         return rows
     sizes = rows.groupby("eval").agg(lines=("line", "nunique"), texts=("texts", "max"))
@@ -127,14 +132,12 @@ def _compared(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:
     """Return the part of the long table about one quantity of one measure, of all lines measured on the same texts."""
     rows = rows.join(runs.runs["name"].rename("run"), on="path").sort_values("line", kind="stable")
     first = rows.iloc[0]
-    config = runs.runs.config[first.path]
     lines = _lines(rows, runs, reference)
     table = _cells(rows, lines).join(lines, on="line")
     table = table.assign(
         **first[["section", "quantity", "unit", "eval", "texts"]],
-        data=config["data.name"],
+        data=runs.runs.config[first.path]["data.name"],
         measure=first.kind,
-        tolerance=float(config.get("eval.tolerance", 0)),
         times=table.length / table.train_len,
     )
     samples = _over_cells(table, table["sample"])
@@ -203,12 +206,13 @@ def _far(rows: pd.DataFrame, lines: pd.DataFrame) -> list[pd.DataFrame]:
     # At least so many tokens back: words have a span, a needle its depth, and other parts are not far.
     distance = rows.span_start.fillna((1 - rows.depth) * rows.length)
     far = rows[distance >= rows.line.map(lines.train_len)]
-    parts = far.drop_duplicates(CELL).line.value_counts()
+    # A line that does not reach all lengths has fewer, too.
+    parts = far.drop_duplicates(["train_len", "part", "length"]).train_len.value_counts()
     of_far = dict.fromkeys(["depth", "span_start", "span_end"], np.nan) | {"difficulty": "", "continuation": ""}
     of_far |= {"part": FAR, "task": FAR, "length": rows.length.max()}
     sums = []
-    for (line, _), of_seed in far.groupby(["line", "seed"]):
-        if len(of_seed) == parts[line]:
+    for _, of_seed in far.groupby(["line", "seed"]):
+        if len(of_seed) == parts[of_seed.train_len.iloc[0]]:
             values, units = zip(*of_seed["sample"], strict=True)
             pooled = Sample(np.sum(values, axis=0), np.sum(units, axis=0))
             sums.append(of_seed.iloc[:1].assign(sample=[pooled], **of_far))
@@ -362,11 +366,14 @@ def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:
     lines["reference"] = start.where(has_start, reference)
 
     lines["reference_len"] = lines.reference.map(lines.train_len)
+    configs = runs.runs.config[lines.path]
+    lines["tolerance"] = [float(config.get("eval.tolerance", 0)) for config in configs]
 
     # The best possible predictor is like the reference, but for what it is.
     train_len = lines.reference_len.iloc[0]
     optimum = dict.fromkeys(OF_LINE, "") | dict.fromkeys(["scale", "step", *COSTS], np.nan) | {"zero_shot": False}
     optimum |= {"base": BEST_POSSIBLE, "train_len": train_len, "cut": train_len, "reference_len": train_len}
+    optimum["tolerance"] = lines.tolerance[reference]
     lines = lines[OF_LINE].astype(object)
     lines.loc[BEST_POSSIBLE] = optimum
     return lines

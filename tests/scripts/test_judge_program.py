@@ -75,3 +75,13 @@ def test_mistakes_are_found_before_anything_is_trained_or_counted(judge, train):
     for line, message in MISTAKES.items():
         assert message in judge(*line.split(), code=2).err
     assert not train.runs.exists()
+
+
+def test_both_sides_start_from_the_model_as_it_reads(judge, train, straight):
+    """Its base is that of both; what cannot read its weights is no opponent."""
+    start = f"init_from={straight('pe=rope', 'pe.base=500.0')}"
+    for options, message in {
+        ("pe=rope",): "pe=rope and against are the same",
+        ("pe=yarn", "against=alibi"): "pe=alibi (ALiBi) cannot read weights trained with rope",
+    }.items():
+        assert message in judge(start, *options, code=2).err

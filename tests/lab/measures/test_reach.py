@@ -53,6 +53,12 @@ def test_a_window_of_32_reaches_no_further_than_its_layers():
         assert not far.any()
 
 
+def test_documents_that_are_read_apart_have_none(monkeypatch):
+    """What is measured reads across their borders, as the network does not."""
+    monkeypatch.setattr(DATA, "document_end", 3, raising=False)
+    assert reach.Reach().plan(DATA, CFG) is None
+
+
 def test_a_variant_is_measured_by_its_own_encodings():
     net = network("rope")
     with_window = [view(pe, window=8) for pe in net.encodings]

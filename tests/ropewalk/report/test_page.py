@@ -5,10 +5,11 @@ import math
 import re
 from types import SimpleNamespace
 
-from synthetic import MEASURES, write_run, write_runs
+from conftest import pe_options
+from synthetic import MEASURES, evaluate, write_run, write_runs
 
 import ropewalk
-from ropewalk.report import frame, page
+from ropewalk.report import frame, loggers, page
 from ropewalk.report.answer import amount, answer
 from ropewalk.report.table import over_seeds, results
 
@@ -93,3 +94,27 @@ def test_the_end_of_a_run_has_its_numbers(tmp_path, capsys):
     assert text.startswith("[red]r: ")
     gains = over_seeds(ropewalk.runs(run)).query("length == 2048 and rank == 1").gain
     assert f"{gains.max():+.3f}" in text
+
+
+def test_measurements_with_several_settings_are_not_mixed(tmp_path):
+    """In the overview of the page and in trackers, whose names have no place for a second number."""
+    kinds = ["lengths", "far_copies"]
+    run = write_run(tmp_path, kinds=kinds)
+
+    def shown():
+        table = results(frame.load(run))
+        ((_, first), *_) = page.grids(table, [])
+        return loggers.summary_metrics(table), first.to_dict()
+
+    before = shown()
+    evaluate(run, settings={"sequences": 99, "texts": "others"}, noise=3.0, kinds=kinds)
+
+    assert shown() == before
+
+
+def test_the_costs_of_a_run_are_not_those_of_the_model_it_starts_from(tmp_path):
+    run = write_run(tmp_path, "fox", config={"init_from": "hf:rope"})
+    evaluate(run, {"pe": pe_options("rope")}, step=0)
+    _, cells = page.costs(over_seeds(results(frame.load(tmp_path))))
+
+    assert cells.index.tolist() == ["fox"]

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from conftest import pe_options
 from scipy import stats
-from synthetic import TEXTS, edited, evaluate, write_run, write_runs
+from synthetic import TEXTS, edited, evaluate, usual_values, write_run, write_runs
 
 from ropewalk.evaluation import archive
 from ropewalk.report import frame
@@ -155,6 +155,14 @@ TUNED = {"optim.lr": 0.1, "model.n_layer": 2}
         ),
         pytest.param(
             [
+                {"config": {"init_from": "v-0/a"}},
+                {"config": {"init_from": "v-0/a-s1"}, "seed": 1},
+            ],
+            {"rope": 2},
+            id="weights of its own seed, in a folder with a number",
+        ),
+        pytest.param(
+            [
                 {},
                 {"config": {"trainer.log_every": 1, "trainer.devices": 2, "runs_dir": "elsewhere"}, "seed": 1},
             ],
@@ -269,6 +277,24 @@ def test_far_text_is_pooled_over_what_is_far(tmp_path):
     write_run(tmp_path, "cope", kinds=["far_copies", "ruler"])
     assert measured(tmp_path, "far_copies", "gain").value["cope", "far", 2048] == pytest.approx(0.6, abs=0.05)
     assert measured(tmp_path, "ruler", "found").value["cope", "far", 2048] == 62.5  # 15 of 24 texts
+
+
+def test_far_text_of_a_line_that_ends_early_is_not_compared(tmp_path):
+    """Its mean would be over shorter texts."""
+    write_run(tmp_path, "cope", kinds=["ruler"])
+    with edited(write_run(tmp_path, "rope", kinds=["ruler"])) as values:
+        values["measured"] = [part for part in values["measured"] if part["length"] < 2048]
+    found = measured(tmp_path, "ruler", "found").xs("far", level="part")
+    assert found.index.get_level_values("line").tolist() == ["cope"]
+
+
+def test_a_line_is_level_by_the_tolerance_of_its_own_runs(tmp_path):
+    write_run(tmp_path, "alibi", config={"eval": usual_values()["eval"] | {"tolerance": 99.0}})
+    write_run(tmp_path, "rope")
+    assert measured(tmp_path).verdict.xs(2048, level="length").to_dict() == {
+        ("alibi", "text"): "level",
+        ("rope", "text"): "worse",
+    }
 
 
 def test_a_run_that_starts_from_a_model_is_compared_with_it(tmp_path):
@@ -387,3 +413,10 @@ def test_a_damaged_archive_is_left_out_and_makes_no_other_number(tmp_path):
     file.write_bytes(sound[:-100])
     (left_out,) = frame.load([file, tmp_path / "b"]).left_out
     assert left_out[0] == str(file)
+
+
+def test_an_archive_of_no_complete_run_is_refused(tmp_path):
+    write_run(tmp_path, finished=False)
+    runs = frame.load(tmp_path)
+    with pytest.raises(ValueError, match="no run is complete and measured"):
+        archive.write(tmp_path / "a.parquet", runs.runs, runs.results)
