@@ -286,6 +286,7 @@ def train(tmp_path, monkeypatch, capfd):
 
     def run(*arguments: str, code: int | None = 0) -> Outcome:
         monkeypatch.setattr("sys.argv", ["train.py", *complete(*arguments)])
+        monkeypatch.setattr("__main__.__spec__", None)  # `python -m pytest` has one, train.py has none
         return outcome_of("train", capfd, code)
 
     run.runs = tmp_path / "runs"

@@ -100,7 +100,6 @@ def planned(train, monkeypatch):
             return dict.fromkeys(commands, side_by_side.Ended("", b"1.0", 1.0))
 
         monkeypatch.setattr(side_by_side, "run_all", run_all)
-        monkeypatch.setattr("__main__.__spec__", None)  # `python -m pytest` has one, train.py has none
         train(*options, "-m", "hydra/launcher=side_by_side")
         return started
 
