@@ -1,4 +1,4 @@
-"""The order of training: which samples are in which batch, for any number of processes."""
+"""Which samples are in which batch, for any number of processes; what a sample is, the data decide."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

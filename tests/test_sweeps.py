@@ -123,6 +123,10 @@ def test_runs_of_one_name_in_several_folders_are_all_run(planned, tmp_path):
     assert [f"runs_dir={folder}" in job for folder, job in zip(folders, started.values(), strict=True)] == [True, True]
 
 
+def test_equal_jobs_are_one_run(planned):
+    assert [*planned("seed=0,0", "name=twice")] == ["twice"]
+
+
 def test_jobs_take_turns_if_one_has_several_processes(train, monkeypatch):
     found = []
 

@@ -57,8 +57,9 @@ def judge(mine: Samples, against: Samples, *, train_len: int, longest: int, numb
     """
     # A length at which an encoding ends in NaN is one that it is not defined for.
     mine, against = ({n: s for n, s in side.items() if np.isfinite(s.values).all()} for side in (mine, against))
-    if train_len not in mine or train_len not in against:
-        raise ConfigError(f"a side ends in NaN or infinity at {train_len} tokens: a verdict needs a loss there")
+    for name, side in {"pe": mine, "against": against}.items():
+        if train_len not in side:
+            raise ConfigError(f"{name} ends in NaN or infinity at {train_len} tokens: a verdict needs a loss there")
     advantages: dict[str, Estimate] = {}
     if longest > train_len:
         end = f"{longest / train_len:g}x"

@@ -13,7 +13,7 @@ from conf.schema import Config, Section
 from data.base import build_data
 from lab.board import board, judge, trials
 from ropewalk.app.compose import quoted
-from ropewalk.app.resolve import base_model, readable, taking_over
+from ropewalk.app.resolve import base_model, of_length, readable, taking_over
 from ropewalk.run.directory import RunDir, lock, read_file
 
 ENOUGH = 5  # seeds that still find something after many tries
@@ -87,7 +87,9 @@ def configurations(args: Arguments) -> tuple[Config, Config]:
     chosen = {"pe": board.load(Path(args.entry)).pe} if args.entry else {}
     mine = trials.configuration(*asked.values(), **chosen)
     # The options on the command line are those of `pe`; `against` has its own, and those of the model they start from.
-    base = base_model(mine.init_from)
+    base = of_length(base_model(mine.init_from), mine.train_len)
+    if base and args.entry:
+        raise ConfigError("an entry trains from scratch: leave out init_from, or give the encoding as pe=NAME")
     given = {"pe": args.against} if isinstance(args.against, str) else args.against
     pe = taking_over(base, given, "against")
     if base and not mine.init_partial:

@@ -144,8 +144,9 @@ def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
         )
     if not weights.keys() - wrong:
         raise ConfigError(f"none of the weights of {source} fits")
-    # Of a tied head and embedding this is the embedding alone: those of the source may differ, if it has not tied them.
-    for name, tensor in net.named_parameters():
-        if name not in wrong:
-            assign(tensor, weights[name])
-    return [name for name in wrong if name in net.state_dict()]
+    tensors = net.state_dict()
+    for name in weights.keys() - wrong:
+        # A tied head is the embedding. Those of the source may differ, if it has not tied them.
+        if name != "head.weight" or not net.cfg.tie_embeddings:
+            assign(tensors[name], weights[name])
+    return [name for name in wrong if name in tensors]

@@ -51,8 +51,9 @@ def plan(jobs: Sequence[Sequence[str]], composed: Sequence[DictConfig], varying:
     for number, (run, job) in enumerate(zip(runs, jobs, strict=True), 1):
         name = str(run.cfg.name)
         print(f"[{number}/{len(runs)}] {name}{': complete' if run.complete else ''}")
-        if not is_done(run):
-            # Several folders may have runs of one name.
+        # Equal jobs are one run. Several folders may have runs of one name.
+        if run.path in by_path and not is_done(run):
+            del by_path[run.path]
             left[str(run.path) if name in left else name] = [*job, f"name={quoted(name)}"]
     folders = ",".join(sorted({str(run.path.parent) for run in runs}))
     print(f"to compare: python scripts/report.py {shlex.quote(f'folders=[{folders}]')}", flush=True)

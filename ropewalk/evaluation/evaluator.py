@@ -104,8 +104,8 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
         if plan is None:
             name = measure if isinstance(measure, str) else type(measure).__name__
             raise ConfigError(
-                f"measures: {name} does not apply to these data or lengths (by_position and far_copies need "
-                f"text, far_copies also a length beyond train_len); leave it out"
+                f"measures: {name} does not apply to these data or lengths (by_position, far_copies and reach "
+                "need text, far_copies also a length beyond train_len, reach data.documents=cross); leave it out"
             )
         result.append(plan)
     return result
@@ -233,7 +233,7 @@ class Evaluator:
     def measure_start(self, run: RunDir, base: Mapping[str, Any]) -> None:
         """Measure the weights of the model `base` before the first step, on the texts of `lengths`.
 
-        They are read as that model reads them, and by the encodings of the network.
+        They are read as that model reads them, and by the encodings of the network if its options or scale are others.
         """
         own, own_encodings = self._variants()[0]  # as the network is trained
         encodings = self._encodings(base["pe"], base["train_len"])
@@ -300,7 +300,7 @@ class Evaluator:
         """The network's encodings at each of their scales, then those of `eval.variants`, each at its largest.
 
         The network's own scale is that of its configuration. That of a variant was chosen for the longest text, unless
-        the user gave it: see `ropewalk.app.resolve.variants`.
+        the user gave it: see `ropewalk.app.resolve.scaled_to`.
         """
         cfg = self.cfg
         trained = self.net.encodings

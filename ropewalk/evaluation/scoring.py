@@ -77,7 +77,8 @@ class Sums(NamedTuple):
 
         Args:
             length: tokens that were read.
-            baseline: nats [n, G] of the same tokens, to compare with.
+            baseline: nats [n, G] of the same tokens, to compare with, in far copies and RULER. The gain of `lengths` is
+                made of two lengths in `report.table`.
             optimum: nats [n, G] of the best possible predictor of the same tokens, if it is known.
             texts: what was scored; its documents are kept.
             part: the fields of `PartResult` that name the part of the measure.

@@ -79,9 +79,10 @@ def test_mistakes_are_found_before_anything_is_trained_or_counted(judge, train):
 
 def test_both_sides_start_from_the_model_as_it_reads(judge, train, straight):
     """Its base is that of both; what cannot read its weights is no opponent."""
-    start = f"init_from={straight('pe=rope', 'pe.base=500.0')}"
+    start = f"init_from={straight('pe=rope', 'pe.base=500.0', 'pe.window=0.25')}"
     for options, message in {
         ("pe=rope",): "pe=rope and against are the same",
+        ("pe=rope", "train_len=32"): "pe=rope and against are the same",
         ("pe=yarn", "against=alibi"): "pe=alibi (ALiBi) cannot read weights trained with rope",
     }.items():
         assert message in judge(start, *options, code=2).err

@@ -132,9 +132,10 @@ def test_beating_a_side_that_fails_on_long_text_is_not_enough(mine, against, exp
     assert {name: found.word for name, found in findings.items()} == expected
 
 
-def test_a_side_without_a_loss_at_the_training_length_has_no_verdict():
-    sides = [{SHORT: constant(short), LONG: constant(2.0)} for short in (float("nan"), 2.0)]
-    with pytest.raises(ValueError, match="a side ends in NaN or infinity at"):
+@pytest.mark.parametrize(("name", "losses"), [("pe", (float("nan"), 2.0)), ("against", (2.0, float("nan")))])
+def test_a_side_without_a_loss_at_the_training_length_has_no_verdict(name, losses):
+    sides = [{SHORT: constant(short), LONG: constant(2.0)} for short in losses]
+    with pytest.raises(ValueError, match=f"{name} ends in NaN or infinity at"):
         judge(*sides, train_len=SHORT, longest=LONG, number=1)
 
 
