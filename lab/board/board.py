@@ -76,9 +76,9 @@ def load(folder: Path) -> Entry:
     plugins.allow(f"{folder.parent.name}.{folder.name}")  # whoever names an entry trusts its code
     source = (folder / "pe.yaml").read_bytes() + (code.read_bytes() if code.is_file() else b"")
     own = {"folder": folder, "source": hashlib.sha256(source).hexdigest()[:16]}
-    # What is left are the options of the encoding.
     for key in values.keys() & {"lr", "help"}:
         own[key] = values.pop(key)
+    # What is left are the options of the encoding.
     return parse(Entry, own | {"pe": encoding(values, f"{where}pe")}, where)
 
 

@@ -162,8 +162,8 @@ def evaluation(path: Path, trained: Options, pe: Options | None, asked: Options)
     evaluation = over(values["eval"], asked, typed(), "eval.")
     cfg = completed(values | {"eval": evaluation, "runs_dir": str(path.parent), "name": path.name})
     longest = max(cfg.eval.lengths)
-    chosen = [chosen_variant(trained, pe, longest)] if pe else cfg.eval.variants or []
-    return with_variants(cfg, variants(trained, chosen, longest))
+    chosen = [chosen_variant(trained, pe, longest)] if pe else variants(trained, cfg.eval.variants or [], longest)
+    return with_variants(cfg, chosen)
 
 
 def chosen_variant(trained: Options, pe: Options, longest: float | None = None) -> dict[str, Any]:

@@ -29,7 +29,8 @@ def plan(jobs: Sequence[Sequence[str]], composed: Sequence[DictConfig], varying:
             the runs apart.
 
     Returns:
-        {name: overrides} of the runs that are not complete, or not measured as they ask for.
+        {name: overrides} of the runs that are not complete, or not measured as they ask for; by path if there are
+        several folders.
 
     Raises:
         ConfigError: a job is mistaken.
@@ -40,6 +41,22 @@ def plan(jobs: Sequence[Sequence[str]], composed: Sequence[DictConfig], varying:
     if len({RunDir(cfg).path for cfg in configs}) < len(configs):
         configs = [_with_name(cfg, options) for cfg, options in zip(configs, varying, strict=True)]
     runs = list(map(RunDir, configs))
+    _check(runs)
+    folders = sorted({str(run.path.parent) for run in runs})
+    left = {}
+    for number, (run, job) in enumerate(zip(runs, jobs, strict=True), 1):
+        name = str(run.cfg.name)
+        print(f"[{number}/{len(runs)}] {name}{': complete' if run.complete else ''}")
+        if not is_done(run):
+            # Equal jobs are one run. Several folders may have runs of one name.
+            label = name if len(folders) == 1 else str(run.path)
+            left[label] = [*job, f"name={quoted(name)}"]
+    print("to compare: python scripts/report.py", shlex.quote(f"folders=[{','.join(folders)}]"), flush=True)
+    return left
+
+
+def _check(runs: Sequence[RunDir]) -> None:
+    """Raise ConfigError: a directory holds another run than its own, or several runs would share one."""
     by_path: dict[Path, Config] = {}
     for run in runs:
         run.check()
@@ -47,17 +64,6 @@ def plan(jobs: Sequence[Sequence[str]], composed: Sequence[DictConfig], varying:
             raise ConfigError(
                 f"{run.path} would be the place of several runs: give each a name, as name='lr${{optim.lr}}'"
             )
-    left = {}
-    for number, (run, job) in enumerate(zip(runs, jobs, strict=True), 1):
-        name = str(run.cfg.name)
-        print(f"[{number}/{len(runs)}] {name}{': complete' if run.complete else ''}")
-        # Equal jobs are one run. Several folders may have runs of one name.
-        if run.path in by_path and not is_done(run):
-            del by_path[run.path]
-            left[str(run.path) if name in left else name] = [*job, f"name={quoted(name)}"]
-    folders = ",".join(sorted({str(run.path.parent) for run in runs}))
-    print(f"to compare: python scripts/report.py {shlex.quote(f'folders=[{folders}]')}", flush=True)
-    return left
 
 
 def _resolved(config: DictConfig, options: str) -> Config:

@@ -235,16 +235,16 @@ class Evaluator:
 
         They are read as that model reads them, and by the encodings of the network if its options or scale are others.
         """
-        own, own_encodings = self._variants()[0]  # as the network is trained
+        network, encodings_of_network = self._variants()[0]  # as it is trained
         encodings = self._encodings(base["pe"], base["train_len"])
         scale = scales_of(encodings)[0]
-        is_other = (base["pe"], scale) != (own.pe, own.scale)
+        is_other = (base["pe"], scale) != (network.pe, network.scale)
         # Reports look for the model's own reading by this label.
         variants = [(Variant(label=base["pe"]["name"], pe=base["pe"], scale=scale, zero_shot=is_other), encodings)]
-        if own.pe == base["pe"]:
-            own = own.model_copy(update={"label": f"{own.pe['name']} at scale {own.scale:g}"})
+        if network.pe == base["pe"]:
+            network = network.model_copy(update={"label": f"{network.pe['name']} at scale {network.scale:g}"})
         if is_other:
-            variants.append((own, own_encodings))
+            variants.append((network, encodings_of_network))
         self._measure(Weights(run, 0, base["train_len"]), self.planned[:1], variants)
 
     def _measure(

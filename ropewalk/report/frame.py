@@ -272,14 +272,15 @@ def _starting_weights(runs: pd.DataFrame) -> pd.Series:
     # taken out of the name. A number in a name may mean something else. It is the seed only if runs of other seeds have
     # equal names without it, and no other seed has the same name with it.
     is_shared = runs.groupby(["key", init]).seed.transform("nunique") > 1
-    found = init
+    weights = init
     for place in ("", "(?=[^/]*$)"):  # anywhere, or only in the last part of a path: a folder may be called exp-1
         pattern = rf"(-s)?(?<!\d){{}}(?!\d){place}"
-        names = [re.sub(pattern.format(seed), "", name) for seed, name in zip(runs.seed, init, strict=True)]
-        without_seed = pd.Series(names, runs.index)
+        without_seed = pd.Series(
+            [re.sub(pattern.format(seed), "", name) for seed, name in zip(runs.seed, init, strict=True)], runs.index
+        )
         is_equal_without = runs.groupby(["key", without_seed]).seed.transform("nunique") > 1
-        found = found.mask(is_equal_without & ~is_shared, without_seed)
-    return found
+        weights = weights.mask(is_equal_without & ~is_shared, without_seed)
+    return weights
 
 
 def _labelled(groups: pd.DataFrame) -> pd.DataFrame:

@@ -366,8 +366,7 @@ def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:
     lines["reference"] = start.where(has_start, reference)
 
     lines["reference_len"] = lines.reference.map(lines.train_len)
-    configs = runs.runs.config[lines.path]
-    lines["tolerance"] = [float(config.get("eval.tolerance", 0)) for config in configs]
+    lines["tolerance"] = [float(config.get("eval.tolerance", 0)) for config in runs.runs.config[lines.path]]
 
     # The best possible predictor is like the reference, but for what it is.
     train_len = lines.reference_len.iloc[0]

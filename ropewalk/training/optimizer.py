@@ -44,7 +44,7 @@ def make_optimizer(net: GPT, optim: Optim) -> torch.optim.Optimizer:
     if not optim.optimizer:
         return torch.optim.AdamW(list(groups.values()), lr=optim.lr, betas=betas, fused=True)
     cls, options = plugins.resolve(optim.optimizer, torch.optim.Optimizer, "torch.optim", "optim.optimizer")
-    for name in options.keys() & {"lr", "weight_decay"}:  # the groups have them, so that these would do nothing
+    for name in sorted(options.keys() & {"lr", "weight_decay"}):  # the groups have them, so that these would do nothing
         raise ConfigError(f"optim.optimizer.{name}={options[name]}: set optim.{name} instead")
     if "betas" in inspect.signature(cls).parameters:
         options = {"betas": betas} | options
