@@ -1,5 +1,5 @@
-# The runs of docs/log/hazards.md: two to three minutes of one CPU core each, 180 in all. Finished runs are skipped: run it
-# again to resume. bash docs/log/hazards.sh content: those with more steps and layers.
+# The runs of docs/log/hazards.md: two to three minutes of one CPU core each, 180 in all. Finished runs are skipped: run
+# it again to resume. bash docs/log/hazards.sh content: more steps and layers; bash docs/log/hazards.sh lags: 6,400 steps.
 set -euf
 train() {
     ${TRAIN:-python train.py} data=markov eval.by_position=false 'eval.lengths=[1,8]' "$@"
@@ -19,6 +19,15 @@ if [ "${1:-}" = content ]; then
             with="$(options $arm) seed=$seed data.switch=0.01 runs_dir=runs/content"
             train $with trainer.max_steps=1600 name=$arm-longer-s$seed
             train $with model.n_layer=4 name=$arm-deeper-s$seed
+        done
+    done
+    exit
+fi
+if [ "${1:-}" = lags ]; then
+    for seed in ${SEEDS-0 1}; do
+        for arm in rope fox kerple fox_rope; do
+            train $(options $arm) seed=$seed data.lag=4 data.switch=0.0 trainer.max_steps=6400 runs_dir=runs/lags \
+                name=$arm-lag-4-6400-s$seed
         done
     done
     exit
