@@ -1,7 +1,7 @@
 """The results of many runs in one Parquet file, small enough for a repository, that a report reads like the runs.
 
 A row for each run, reading of its weights, part, length and quantity: `pandas.read_parquet(file)` is a long table. Each
-row has the sums of every text, as whole numbers of 1/128, so that intervals and paired differences can be computed
+row has the sums of every text, as whole numbers of 1/64, so that intervals and paired differences can be computed
 from it. What describes the run begins with "run_". Each page of the file has a checksum, which is compared when it is
 read.
 """
@@ -19,7 +19,7 @@ from conf.files import refuse_link, write_bytes
 from ropewalk.evaluation.statistics import Sample
 
 SUFFIX = ".parquet"
-STEPS = 128  # of a unit: what sums are rounded to
+STEPS = 64  # of a unit: what sums are rounded to
 LOCAL = ("runs_dir", "data.cache_dir")  # keys of places on one machine, which say nothing about a result
 SUMS = ["values", "units", "optimum_values"]  # of a sample, and of that of the best possible predictor: null if unknown
 OF_RUN = {
