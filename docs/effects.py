@@ -12,6 +12,7 @@ from ropewalk.evaluation.statistics import Estimate, Sample, estimate, stacked
 from ropewalk.report.answer import amount
 from ropewalk.report.frame import Runs
 from ropewalk.report.page import markdown_table
+from ropewalk.report.table import of_one_setting
 
 Weights = Mapping[str, float]  # by line: what its loss is multiplied by; they sum to 0
 
@@ -93,12 +94,17 @@ def rows(effects: Sequence[Effect], archives: Mapping[str, Runs]) -> list[str]:
 
 
 def effect(runs: Runs, length: int, weights: Weights) -> Estimate:
-    """Return the weighted sum of the losses of some lines, over the seeds that all of them have."""
+    """Return the weighted sum of the losses of some lines, over the seeds that all of them have, on the same texts.
+
+    Raises ValueError: there is no such seed.
+    """
     at_length = runs.results[(runs.results.kind == "lengths") & (runs.results.length == length)]
     by_seed: dict[str, dict[int, Sample]] = {line: {} for line in weights}
-    for row in at_length[at_length.line.isin(list(weights))].itertuples():
+    for row in of_one_setting(at_length[at_length.line.isin(list(weights))]).itertuples():
         by_seed[row.line][row.seed] = row.sample
     shared = set.intersection(*map(set, by_seed.values()))
+    if not shared:
+        raise ValueError(f"no seed has all of {', '.join(weights)} at {length} tokens of the same texts")
     total = 0.0
     for line, weight in weights.items():
         sample = stacked([by_seed[line][seed] for seed in sorted(shared)])

@@ -19,7 +19,8 @@ def runs(**losses):
         for seed, loss in of_seeds.items():
             sample = Sample((10 * loss + of_texts)[None], np.full(4, 10.0))
             rows.append({"line": line, "seed": seed, "length": 64, "train_len": 64, "sample": sample})
-    results = pd.DataFrame(rows).assign(kind="lengths", quantity="loss", unit="bits per token")
+    about = {"kind": "lengths", "quantity": "loss", "unit": "bits per token", "eval": "usual", "texts": 4}
+    results = pd.DataFrame(rows).assign(**about)
     return SimpleNamespace(results=results)
 
 
@@ -48,6 +49,16 @@ def test_an_effect_is_a_weighted_sum_over_the_seeds_that_all_lines_have():
     # The smallest of four, two of which have no test, counts four times.
     assert smaller.endswith(f"| {min(4 * min(p_values), 1):.3f} |")
     assert untested == "| smaller, there | 64 tokens | 1 | +2.000 ± 0.000 |  |"
+
+
+def test_lines_are_compared_on_the_same_texts():
+    measured = runs(a={0: 3.0}, b={0: 2.0})
+    other = runs(a={0: 7.0}, c={0: 1.0}).results.assign(eval="other")
+    measured.results = pd.concat([measured.results, other], ignore_index=True)
+
+    assert effects.effect(measured, 64, {"a": 1, "b": -1}).value == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="no seed has all of b, c at 64 tokens"):
+        effects.effect(measured, 64, {"b": 1, "c": -1})
 
 
 def test_lines_of_several_training_lengths_have_no_common_multiple():
