@@ -35,6 +35,7 @@ NEUTRAL = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "use_bidirectional_attention": False,
+    "is_causal": True,
 }
 
 
