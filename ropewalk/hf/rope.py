@@ -68,7 +68,8 @@ def layers(config: Any) -> list[Layer]:
     Raises:
         ValueError: it names kinds of layers that its architecture lacks.
     """
-    has_window = getattr(config, "use_sliding_window", True)
+    # Only some architectures have this switch: the others pass over it.
+    has_window = not hasattr(type(config), "use_sliding_window") or config.use_sliding_window
     window = getattr(config, "sliding_window", None) if has_window else None
     # An architecture without layer_types treats all its layers alike.
     kinds = [Layer(window).kind] * config.num_hidden_layers

@@ -23,7 +23,7 @@ KINDS = {
     "llama attention biased": ("llama", SIZES | dict(attention_bias=True)),
     "llama head_dim": ("llama", SIZES | dict(head_dim=16)),
     "mistral head_dim": ("mistral", SIZES | dict(sliding_window=None, hidden_size=38, head_dim=10)),
-    "mistral window": ("mistral", SIZES | dict(sliding_window=TOKENS)),
+    "mistral window": ("mistral", SIZES | dict(sliding_window=TOKENS, use_sliding_window=False)),  # has no such switch
     "qwen2": ("qwen2", SIZES | dict(tie_word_embeddings=True)),
     "qwen2 window": ("qwen2", SIZES | dict(use_sliding_window=True, sliding_window=10, max_window_layers=0)),
     "qwen3": ("qwen3", SIZES | dict(head_dim=8)),
