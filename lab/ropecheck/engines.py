@@ -83,8 +83,11 @@ def of_transformers(name: str) -> list[Case]:
         name: a class, such as LlamaForCausalLM; or a folder with a config.json.
     """
     if Path(name).exists():
-        config = json.loads((Path(name) / "config.json").read_text())
-        return [(name, config, kind) for kind in sorted(set(config.get("layer_types") or [FULL]))]
+        text = (Path(name) / "config.json").read_text()
+        # The kinds of layers may follow from other settings, such as Gemma 3's sliding_window_pattern.
+        model_config = import_module("transformers").AutoConfig.for_model(**json.loads(text))
+        kinds = getattr(model_config, "layer_types", None) or [FULL]
+        return [(name, json.loads(text), kind) for kind in sorted(set(kinds))]
     model_type = getattr(import_module("transformers"), name).config_class.model_type
     cases = [case for case in CASES if ("layer_types" in case[1]) == (model_type == "gemma3_text")]
     return [(case, config | {"model_type": model_type}, kind) for case, config, kind in cases]

@@ -31,7 +31,8 @@ def settings(config: dict[str, Any], kind: str = FULL, length: int = 1) -> dict[
 
     Args:
         config: content of a config.json, with `rope_parameters` (transformers 5; also by kind of layer) or with
-            `rope_theta` and `rope_scaling` (transformers 4; Gemma 3 has a `rope_local_base_freq` for sliding layers).
+            `rope_theta` and `rope_scaling` (transformers 4; Gemma 3 has a `rope_local_base_freq` for sliding layers,
+            and those of OLMo 3 have no scaling).
 
     Raises:
         KeyError: the configuration lacks a setting.
@@ -41,6 +42,8 @@ def settings(config: dict[str, Any], kind: str = FULL, length: int = 1) -> dict[
     given = given.get(kind, given)
     if not is_new and kind == SLIDING and "rope_local_base_freq" in config:
         given = {"rope_theta": config["rope_local_base_freq"]}
+    if not is_new and kind == SLIDING and config.get("model_type") == "olmo3":
+        given = {}
 
     # None is the default, and so is 0 for beta_slow; but None is false for truncate.
     s = DEFAULTS | config | {name: value for name, value in given.items() if value or name == "truncate"}

@@ -163,6 +163,17 @@ def test_models_of_transformers_are_right(name, scaled, tmp_path):
     assert main([f"transformers:{tmp_path}"]) == 0
 
 
+@pytest.mark.parametrize(("name", "local"), [("gemma3_text", {"rope_local_base_freq": 300.0}), ("olmo3", {})])
+def test_layers_with_a_window_are_checked_by_the_keys_of_transformers_4(name, local, tmp_path):
+    """Which name no kinds of layers."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 8, "max_position_embeddings": 256}
+    yarn = {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 64}
+    rope = {"rope_theta": 5e5, "rope_scaling": yarn} | local
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name} | sizes | rope))
+    assert {kind for *_, kind in engines.of_transformers(tmp_path)} == {"full_attention", "sliding_attention"}
+    assert main([f"transformers:{tmp_path}"]) == 0
+
+
 def test_the_golden_vectors_are_those_that_the_command_writes(tmp_path):
     assert main([f"vectors:{tmp_path / 'vectors.json'}"]) == 0
     written = json.loads((tmp_path / "vectors.json").read_text())
