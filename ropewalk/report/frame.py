@@ -347,10 +347,11 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     rows = rows[rows.path.isin(runs.index)]
     if rows.empty:
         return pd.DataFrame(columns=RESULT_COLUMNS)
-    rows = rows.join(runs[["section", "group", "label"]], on="path")
+    rows = rows.join(runs[["section", "group", "label", "done"]], on="path")
     rows[PROVENANCE] = rows.reindex(columns=PROVENANCE).fillna("").astype(str)  # older files lack some
-    # Results of earlier steps, measured during training or before a run was extended, are lines of their own.
-    rows["last"] = rows.step == rows.groupby("path").step.transform("max")
+    # Results of earlier steps, measured during training or before a run was extended, are lines of their own. So are all
+    # of a run that is not finished: it is no seed of the runs that are.
+    rows["last"] = rows.done.astype(bool) & (rows.step == rows.groupby("path").step.transform("max"))
     rows["group"] += rows.step.where(~rows["last"], "").astype(str)
     # Before the first step a run has the weights of another model, and its line is one of START. Where that model has
     # another encoding there may be two such lines: BEFORE is how the model reads its weights, and the other names the

@@ -191,6 +191,12 @@ def test_an_earlier_step_is_a_line_of_its_own_and_compared_with_itself(tmp_path)
     assert bases == {"rope": "rope", "rope at step 200": "rope at step 200"}
 
 
+def test_a_run_that_is_not_finished_is_no_seed_of_those_that_are(tmp_path):
+    write_run(tmp_path)
+    evaluate(write_run(tmp_path, seed=1, finished=False), step=200)
+    assert of_lines(measured(tmp_path), "seeds") == {"rope": 1, "rope at step 200": 1}
+
+
 def test_of_several_lines_the_reference_is_that_of_the_most_usual_settings(tmp_path):
     settings = {
         "odd": {"optim.lr": 0.1},
