@@ -162,7 +162,8 @@ def _against_others(table: pd.DataFrame) -> pd.DataFrame:
     for name in PAIRED.keys() & estimates.keys():
         table = _with(table, name, estimates[name])
     if "gain" in estimates:
-        table["verdict"] = list(map(verdict, table.gain_low, table.gain_high, table.tolerance))
+        verdicts = pd.Series(map(verdict, table.gain_low, table.gain_high, table.tolerance), table.index)
+        table["verdict"] = verdicts.where(table.gain.notna())
     return table
 
 

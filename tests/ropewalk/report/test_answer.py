@@ -137,6 +137,15 @@ def test_a_line_alone_has_a_verdict_at_each_longer_length(tables):
     assert by_length == "It is level at 512, 2,048; undecided at 1,024 tokens."
 
 
+def test_lines_that_were_not_measured_on_the_cut_text_have_no_verdict(tmp_path):
+    for pe in ("rope", "alibi"):
+        with edited(write_run(tmp_path, pe)) as run:
+            run["measured"] = run["measured"][-1:]
+    text = " ".join(answer(ropewalk.runs(tmp_path)))
+    assert "on the cut text it was not measured" in text
+    assert "undecided" not in text
+
+
 @pytest.mark.parametrize(
     ("low", "high", "word"),
     [
