@@ -124,6 +124,10 @@ def _settings(config: Any, arch: Architecture, layer: Layer) -> dict[str, Any]:
     kind = settings["rope_type"]
     if kind not in TYPES:
         raise ValueError(f"rope_type={kind!r} is not supported; these are: {', '.join(TYPES)}")
+    older = settings.get("type", kind)  # what rope_type was called once
+    if kind == "default" and older != kind:
+        # transformers 5 passes over it where each kind of layer has settings of its own.
+        raise ValueError(f"type={older!r} is not supported here: call it rope_type")
     # None means the default. Only for truncate does transformers read it as false.
     return {key: value for key, value in settings.items() if value is not None or key == "truncate"}
 
