@@ -158,7 +158,7 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
     settings = ", ".join(f"{key.replace('_', ' ')} {str(value).strip('[]')}" for key, value in ordered)
     titles = {"value": f"{first.quantity}, {first.unit}"}
     if first.quantity == "error":
-        learned = f"medians and ranges over the seeds that learned it (at most {LEARNED:g} %)"
+        learned = f"medians and ranges of the seeds that learned it (at most {LEARNED:g} %), or of all if none did"
         titles = {"value": f"{first.unit}; {learned}"}
     elif first.measure == "lengths":
         references = " or ".join(sorted(set(rows.reference) - {""}))

@@ -145,7 +145,7 @@ def errors(
     if part not in set(rows.part):
         raise ValueError(f"part={part}: there is {', '.join(rows.part.unique())}")
     ax = dressed(ax)
-    titled(ax, f"Errors in {part}", "medians over the seeds that learned it; bars: their range, dots: seeds")
+    titled(ax, f"Errors in {part}", "medians of the seeds that learned it, or of all if none did; bars: their range, dots: seeds")
     ax.set_ylabel("percent wrong")
     rows = rows[rows.part == part]
     points = _against_length(ax, rows, "value")

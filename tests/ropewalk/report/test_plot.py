@@ -163,6 +163,7 @@ def test_errors_of_a_task_are_the_medians_of_the_table_with_their_range(of_task)
     np.testing.assert_array_equal(mean, rows[["length", "value"]])
     assert rows[["low", "value", "high"]].iloc[0].tolist() == [2, 3, 4]
     assert ax.get_ylim()[0] < 0 < 52 < ax.get_ylim()[1]
+    assert "or of all if none did" in " ".join(ax.get_title(loc="left").split())  # as of rope
     assert plot.untitled(ax).get_title(loc="left") == ""
     with pytest.raises(ValueError, match=r"part=odd: there is .*sparse"):
         plot.errors(of_task, plot.new(), part="odd")
