@@ -105,6 +105,18 @@ def encoding(spec: str | Mapping[str, Any], where: str = "pe") -> dict[str, Any]
     return options
 
 
+def by_name(specs: Sequence[str | Mapping[str, Any]], where: str) -> dict[str, dict[str, Any]]:
+    """Return the options of several encodings, see `encoding`. Raises ConfigError: two have one name, too."""
+    named: dict[str, dict[str, Any]] = {}
+    for spec in specs:
+        options = encoding(spec, where)
+        name = options["name"]
+        if name in named:
+            raise ConfigError(f"{where} has {name} twice: name one otherwise, as in {{pe: {name}, name: {name}-2}}")
+        named[name] = options
+    return named
+
+
 def over(
     upper: Mapping[str, Any], lower: Mapping[str, Any], kept: Collection[str] = (), prefix: str = ""
 ) -> dict[str, Any]:

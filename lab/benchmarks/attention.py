@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conf import plugins
-from conf.options import encoding as options_of
-from conf.options import encoding_names
+from conf.options import by_name, encoding_names
 from lab.benchmarks.measure import Passes, Row, compared
 from model import position
 from model.position import PositionEncoding, Shape
@@ -77,7 +76,7 @@ def layer_of(options: Any, encoding: dict[str, Any], length: int) -> Passes:
 
 def attention(options: Any) -> Iterator[Row]:
     """Yield rows of a table: attention with each encoding beside PyTorch's."""
-    encodings = [options_of(spec) for spec in options.encodings or encoding_names()]
+    encodings = by_name(options.encodings or encoding_names(), "encodings")
     # A pattern costs what its parts cost, which are measured on their own.
-    makers = {pe["name"]: partial(layer_of, options, pe) for pe in encodings if "pattern" not in pe}
+    makers = {name: partial(layer_of, options, pe) for name, pe in encodings.items() if "pattern" not in pe}
     return compared(options, {"SDPA": partial(layer, options)} | makers)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conf.options import by_name, encoding_names
 from conf.options import encoding as options_of
-from conf.options import encoding_names
 from conf.schema import Config
 from data.base import build_data
 from data.sampler import micro_batches
@@ -116,12 +116,12 @@ def loop(
 
 def training(options: Any) -> Iterator[Row]:
     """Yield a row for the bare loop and one for each encoding: a step beside that of train.py with RoPE, in turns."""
+    encodings = by_name(options.encodings or encoding_names(), "encodings")
     rope = configuration(options, "rope")
     of_rope = timed(trained(rope), options.steps)
     others = {"rope, bare loop": partial(bare, rope)}
-    for encoding in options.encodings or encoding_names():
-        cfg = configuration(options, encoding)
-        others[cfg.pe["name"]] = partial(trained, cfg)
+    for name, encoding in encodings.items():
+        others[name] = partial(trained, configuration(options, encoding))
     tokens = options.trainer["batch_size"] * options.train_len * options.steps
     for name, begin in others.items():
         print(name, file=sys.stderr, flush=True)

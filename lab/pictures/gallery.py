@@ -10,7 +10,7 @@ from pydantic import Field
 
 import ropewalk
 from conf.files import write_bytes, write_text
-from conf.options import encoding, encoding_names
+from conf.options import by_name, encoding, encoding_names
 from conf.schema import Count, Section
 from lab.pictures import pictures
 from model.position import Shape
@@ -70,9 +70,7 @@ def drawn_encodings(args: Arguments) -> dict[str, Draw]:
     wanted = encoding_names() if is_whole else args.encodings or []
     shape = Shape(args.n_head * args.head_dim, args.n_head, args.n_head, args.head_dim, args.train_len, 1)
     drawn: dict[str, Draw] = {}
-    for spec in wanted:
-        options = encoding(spec, "encodings")
-        name = options["name"]
+    for name, options in by_name(wanted, "encodings").items():
         parts = pictures.built(options, shape)
         label, pe = parts[0]
         # RoPE's own turns, and those of encodings that change them; parts of a pattern, which have a label, have none.

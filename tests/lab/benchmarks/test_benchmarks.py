@@ -69,6 +69,13 @@ def test_each_mode_ends_with_a_row_of_the_encoding(options, mode):
     assert last_row.startswith("| t5 | ")
 
 
+@pytest.mark.parametrize("mode", ["attention", "training"])
+def test_no_encoding_takes_the_row_of_another(options, mode):
+    twice = options.model_copy(update={"encodings": ["t5", {"pe": "t5", "num_buckets": 16}]})
+    with pytest.raises(ConfigError, match="encodings has t5 twice: name one otherwise"):
+        list(bench.MODES[mode](twice))
+
+
 def test_a_folder_without_nanogpt_is_refused(options, tmp_path):
     with pytest.raises(ConfigError, match=r"model\.py"):
         next(bench.MODES["peers"](options.model_copy(update={"nanogpt": str(tmp_path)})))
