@@ -165,6 +165,7 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
         titles["difference"] = f"minus {references}, paired by seed and text, in {first.unit}"
         titles["above"] = f"above the best possible predictor, paired by text, in {first.unit}"
     has_lengths = first.part == "text" or rows.length.nunique() > 1
+    rows = rows.sort_values("span_start", kind="stable")  # rows of an archive are in another order
     result = []
     for column, title in titles.items():
         columns = {}

@@ -9,6 +9,7 @@ from conftest import pe_options
 from synthetic import MEASURES, evaluate, write_run, write_runs
 
 import ropewalk
+from ropewalk.evaluation import archive
 from ropewalk.report import frame, loggers, page
 from ropewalk.report.answer import amount, answer
 from ropewalk.report.table import over_seeds, results
@@ -71,6 +72,13 @@ def test_a_table_that_cannot_be_made_is_left_out_alone(tmp_path):
     left_out = []
     assert [title for title, _ in page.grids(odd, left_out)] == [title for title in whole if "Ruler" not in title]
     assert {what for what, _ in left_out} == {"the tables of ruler"}
+
+
+def test_distances_ascend_in_the_table_of_an_archive(tmp_path):
+    runs = frame.load(write_run(tmp_path, kinds=["far_copies"]))
+    archive.write(tmp_path / "a.parquet", runs.runs, runs.results)
+    (_, cells), _ = page.grids(ropewalk.runs(tmp_path / "a.parquet"), [])
+    assert list(cells) == ["32-63", "64-127", "128-255", "256-511", "512-1023", "1024-2047", "far"]
 
 
 def test_names_are_only_text(tmp_path):
