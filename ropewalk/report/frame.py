@@ -349,8 +349,8 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
         return pd.DataFrame(columns=RESULT_COLUMNS)
     rows = rows.join(runs[["section", "group", "label", "done"]], on="path")
     rows[PROVENANCE] = rows.reindex(columns=PROVENANCE).fillna("").astype(str)  # older files lack some
-    # Results of earlier steps, measured during training or before a run was extended, are lines of their own. So are all
-    # of a run that is not finished: it is no seed of the runs that are.
+    # Results of earlier steps, measured during training or before a run was extended, are lines of their own. So are
+    # all of a run that is not finished: it is no seed of the runs that are.
     rows["last"] = rows.done.astype(bool) & (rows.step == rows.groupby("path").step.transform("max"))
     rows["group"] += rows.step.where(~rows["last"], "").astype(str)
     # Before the first step a run has the weights of another model, and its line is one of START. Where that model has

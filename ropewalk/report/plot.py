@@ -145,7 +145,8 @@ def errors(
     if part not in set(rows.part):
         raise ValueError(f"part={part}: there is {', '.join(rows.part.unique())}")
     ax = dressed(ax)
-    titled(ax, f"Errors in {part}", "medians of the seeds that learned it, or of all if none did; bars: their range, dots: seeds")
+    note = "medians of the seeds that learned it, or of all if none did; bars: their range, dots: seeds"
+    titled(ax, f"Errors in {part}", note)
     ax.set_ylabel("percent wrong")
     rows = rows[rows.part == part]
     points = _against_length(ax, rows, "value")
