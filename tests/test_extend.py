@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from conftest import rows_of
+from conftest import YAMLS, rows_of
 from hf_models import SIZES, hf_model
 from process_helpers import On
 from safetensors.torch import load_file
 
 import ropewalk
 from conf.files import read_json
+from conf.schema import GPTConfig
 from data.hf_tokenizer import BYTE_OF
 from ropewalk.app.configure import train_values
-from ropewalk.app.resolve import base_model, variants
+from ropewalk.app.resolve import base_model, resolve_encoding, variants
 from ropewalk.evaluation.results import load_all
 from ropewalk.run.directory import read_config
 from scripts import evaluate
@@ -180,6 +181,19 @@ def test_a_window_that_an_encoding_is_chosen_for_stays(train, straight):
     for pe in (started, read):
         assert [pe[part]["base"] for part in ("local", "global")] == [500.0, 500.0]
         assert [pe[part]["window"] for part in ("local", "global")] == [0.25, None]
+
+
+READINGS = [name for name in YAMLS if "near_window" in YAMLS[name]]  # that train as RoPE does
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_a_model_is_read_like_one_of_rope_whatever_reading_it_trained_for(name):
+    """Windows that one reading chose, and its group for a scale of 4, are no options of another."""
+    net = {"model": GPTConfig().model_dump(), "train_len": 64, "original_len": 64}
+    options, _ = resolve_encoding(YAMLS[name], GPTConfig(), 64)
+    others = [{"pe": other, "scale": 16.0} if "scale" in YAMLS[other] else other for other in READINGS]
+
+    assert variants(net | {"pe": options}, others) == variants(net | {"pe": YAMLS["rope"]}, others)
 
 
 def test_init_partial_names_the_weights_that_are_new(straight, extend):

@@ -27,7 +27,7 @@ from ropewalk.training.hardware import Hardware
 from ropewalk.training.optimizer import make_optimizer
 
 Options = Mapping[str, Any]
-_NOT_SHARED = ("name", "_target_", "scale", "train_scale", "attention_factor")  # the last belongs to the scale
+_NOT_SHARED = ("name", "_target_", "scale", "train_scale", "attention_factor", "group")  # the last two follow the scale
 
 
 def resolve(values: Mapping[str, Any]) -> Config:
@@ -302,10 +302,12 @@ def shared_options(base: Options, chosen: Options) -> dict[str, Any]:
     shared = {}
     for name, part in position.parts(chosen).items():
         base_part = base_parts.get(name, base_parts.get("", {}))
+        # Each class chooses a near_window of its own, which does not matter to the weights.
+        own = () if base_part.get("_target_") == part["_target_"] else ("near_window",)
         of_part = {}
         for key, value in base_part.items():
             # What the base leaves off, such as a window, does not decide: an encoding may be chosen for it.
-            if key in part and key not in _NOT_SHARED and value not in (None, "none"):
+            if key in part and key not in (*_NOT_SHARED, *own) and value not in (None, "none"):
                 of_part[key] = value
         if "original_len" in part:
             of_part["original_len"] = base_part.get("original_len") or base["original_len"]
