@@ -349,8 +349,10 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
         return pd.DataFrame(columns=RESULT_COLUMNS)
     rows = rows.join(runs[["section", "group", "label"]], on="path")
     rows[PROVENANCE] = rows.reindex(columns=PROVENANCE).fillna("").astype(str)  # older files lack some
-    # Results of earlier steps, measured during training or before a run was extended, are lines of their own.
-    rows["last"] = rows.step == rows.groupby("path").step.transform("max")
+    # Results of earlier steps are lines of their own: measured during training, before a run was extended, or of one
+    # that was stopped.
+    is_newest = rows.step == rows.groupby("path").step.transform("max")
+    rows["last"] = is_newest & rows.path.map(runs.done).astype(bool)
     rows["group"] += rows.step.where(~rows["last"], "").astype(str)
     # Before the first step a run has the weights of another model, and its line is one of START. Where that model has
     # another encoding there may be two such lines: BEFORE is how the model reads its weights, and the other names the

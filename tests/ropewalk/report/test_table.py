@@ -191,6 +191,14 @@ def test_an_earlier_step_is_a_line_of_its_own_and_compared_with_itself(tmp_path)
     assert bases == {"rope": "rope", "rope at step 200": "rope at step 200"}
 
 
+def test_a_run_that_was_stopped_is_no_seed_of_those_that_ended(tmp_path):
+    write_run(tmp_path)
+    for seed, step in {1: 200, 2: 0}.items():
+        evaluate(write_run(tmp_path, seed=seed, finished=False), step=step)
+    lines = of_lines(measured(tmp_path), "seeds")
+    assert lines == {"rope": 1, "rope at step 200": 1, "model before rope": 1}
+
+
 def test_of_several_lines_the_reference_is_that_of_the_most_usual_settings(tmp_path):
     settings = {
         "odd": {"optim.lr": 0.1},
