@@ -11,11 +11,13 @@ import tokenizers
 import torch
 from conftest import YAMLS, rows_of
 from hf_models import SIZES, hf_model
+from hydra import compose, initialize_config_dir
 from process_helpers import On
 from safetensors.torch import load_file
 
 import ropewalk
 from conf.files import read_json
+from conf.options import CONF_DIR
 from conf.schema import GPTConfig
 from data.hf_tokenizer import BYTE_OF
 from ropewalk.app.configure import train_values
@@ -181,6 +183,22 @@ def test_a_window_that_an_encoding_is_chosen_for_stays(train, straight):
     for pe in (started, read):
         assert [pe[part]["base"] for part in ("local", "global")] == [500.0, 500.0]
         assert [pe[part]["window"] for part in ("local", "global")] == [0.25, None]
+
+
+def test_what_a_program_of_the_users_chooses_holds_over_the_model(straight, train, tmp_path):
+    base = straight("pe=rope", "pe.base=500.0")
+    chosen = "defaults: [train, {override /pe: yarn}, _self_]\npe: {scale: 8.0}\n"
+    (tmp_path / "mine.yaml").write_text(chosen)
+    program = f"--config-dir={tmp_path}", "--config-name=mine"
+    train(*program, f"init_from={base}", "trainer.max_steps=0", "eval.lengths=[1]", "train_len=32", "name=child")
+    pe = read_config(train.runs / "child")["pe"]
+
+    assert (pe["name"], pe["scale"], pe["base"]) == ("yarn", 8.0, 500.0)
+
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        config = compose("train", [f"init_from={base}", "pe=yarn"])
+    with pytest.raises(ValueError, match="give ropewalk.train the overrides"):
+        ropewalk.train(config=config)
 
 
 READINGS = [name for name in YAMLS if "near_window" in YAMLS[name]]  # that train as RoPE does

@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from conf.errors import ConfigError, flatten
-from conf.options import encoding, file_of, options_of, over
+from conf.options import CONF_DIR, encoding, file_of, options_of, over
 from conf.schema import Config
 from ropewalk.app.compose import composed, plain
 from ropewalk.app.resolve import (
@@ -97,11 +97,16 @@ def _takes_extend(config: DictConfig) -> bool:
 
 
 def typed() -> set[str]:
-    """The keys and groups that the user has given: on the command line, or by the chosen experiments."""
+    """The keys and groups that the user has given: on the command line, by the chosen experiments or a file of theirs.
+
+    The latter is that of a program of their own, or of --config-name.
+
+    Raises ConfigError: Hydra runs no program, and so has not noted what was given.
+    """
     if not HydraConfig.initialized():
-        return set()
+        raise ConfigError("init_from=... within `config` needs a program of Hydra's: give ropewalk.train the overrides")
     program = HydraConfig.get()
-    keys: set[str] = set()
+    keys = _given_by("", program.job.config_name.removesuffix(".yaml"))
     for override in OverridesParser.create().parse_overrides([*program.overrides.task]):
         keys |= flatten({override.key_or_group: override.value()}).keys()
     chosen = program.runtime.choices.get("experiment")
@@ -113,9 +118,12 @@ def typed() -> set[str]:
 
 
 def _given_by(group: str, name: str) -> set[str]:
-    """The keys and groups that an option gives, itself or by those that it is built on."""
+    """The keys and groups that an option gives, itself or by those that it is built on.
+
+    The configurations of our programs, which are of no group, give none: they hold the defaults.
+    """
     path = file_of(group, name)
-    if path is None:
+    if path is None or path.parent == CONF_DIR:
         return set()
     values: Any = OmegaConf.to_container(OmegaConf.load(path))
     chosen = values.pop("defaults", [])
