@@ -224,10 +224,11 @@ def test_init_partial_names_the_weights_that_are_new(straight, extend):
 
 def test_an_extension_begins_where_the_base_model_ended(straight, extend):
     """Where AdamW's averages hardly change in a step, they are those of the first run, and it counts its steps."""
-    base = straight("pe=cope", "pe.npos_max=20")
+    base = straight("pe=cope", "pe.npos_max=20", "data.bos=none")
     child, _ = extend(base, "init_optimizer=true", "optim.beta1=0.999999999", "optim.beta2=0.999999999")
 
     assert read_config(child)["pe"]["npos_max"] == 20  # inherited with the encoding
+    assert read_config(child)["data"]["bos"] == "none"  # and with the tokenizer
     assert_same_weights(child, base)
 
     assert rows_of(child)[-1]["val/loss"] == pytest.approx(rows_of(base)[-1]["val/loss"], rel=1e-6)

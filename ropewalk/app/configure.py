@@ -141,8 +141,8 @@ def _tokenizer_of(source: str, data: Options) -> dict[str, Any]:
     if source.startswith("hf:"):
         theirs: Options = {"tokenizer": source}
     else:
-        theirs = data_options(find(source), cache_dir="")  # of which only the tokenizer is used
-    return {key: value for key, value in theirs.items() if key == "tokenizer" and key in data}
+        theirs = data_options(find(source), cache_dir="")  # of which only these two are used
+    return {key: value for key, value in theirs.items() if key in ("tokenizer", "bos") and key in data}
 
 
 def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
