@@ -119,6 +119,26 @@ def test_a_longer_run_measures_its_model_as_it_was_trained(straight, extend, opt
     assert [m.nats for m in before.measured] == [m.nats for m in trained.measured]
 
 
+def test_a_run_without_a_step_keeps_to_the_weights_it_began_with(train, trained):
+    """Its results are theirs: the losses before the first step, and all that a run of no steps has."""
+    small = "pe=rope", "eval.variants=[]", "eval.lengths=[1]"
+    base = trained(*small, name="base")
+    none = f"init_from={base}", "trainer.max_steps=0", *small[1:], "name=none"
+    child = f"init_from={base}", "trainer.max_steps=1", *small[1:], "name=child"
+    train(*none)
+    with On("train.Training.fit", 1, partial(sys.exit, 9)):
+        train(*child, code=9)
+    begun = shutil.copytree(train.runs / "child", train.runs / "begun")
+    train(*child)
+    trained(*small, "trainer.max_steps=8", name="base")
+
+    assert "is already trained" in train(*child).out
+
+    for run in (none, (*child[:-1], "name=begun"), ("-m", *none)):
+        assert f"holds earlier weights of {base}: rename or delete it" in train(*run, code=2).err
+    assert not (begun / "checkpoints").exists()
+
+
 HYBRID = ("pe=hybrid", "pe.pattern=[local,global]", "model.n_layer=2")
 
 

@@ -137,7 +137,7 @@ def _given_by(group: str, name: str) -> set[str]:
 
 
 def _tokenizer_of(source: str, data: Options) -> dict[str, Any]:
-    """The tokenizer of the model `source`, for data that have one."""
+    """The tokenizer of the model `source`, for data that have one, and whether it puts a token before texts."""
     if source.startswith("hf:"):
         theirs: Options = {"tokenizer": source}
     else:

@@ -249,6 +249,7 @@ def test_sections_share_data_and_texts_or_training_lengths(tmp_path):
     }
     for name, options in runs.items():
         write_run(tmp_path, name=name, **options)
+    (tmp_path / "short" / "data.json").write_text('{"sha256": "a", "made_of": "weights of another model"}')
     by_section = frame.load(tmp_path).runs.groupby("section").name
     sections = sorted(sorted(names) for _, names in by_section)
     assert sections == [
