@@ -217,7 +217,7 @@ def test_what_a_program_of_the_users_chooses_holds_over_the_model(straight, trai
 
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         config = compose("train", [f"init_from={base}", "pe=yarn"])
-    with pytest.raises(ValueError, match="give ropewalk.train the overrides"):
+    with pytest.raises(ValueError, match=r"give ropewalk\.train the overrides"):
         ropewalk.train(config=config)
 
 

@@ -107,13 +107,14 @@ def made_of(base: Options) -> dict[str, Any]:
 @rank_zero_only
 def check_start(run: RunDir) -> None:
     """Raise ConfigError if a run without a step so far has begun with earlier weights of the model it starts from."""
+    source = run.cfg.init_from
     has_steps = steps_in(run.checkpoints) or (run.cfg.trainer.max_steps and run.complete)
-    if run.cfg.init_from is None or not run.begun or has_steps:
+    if source is None or not run.begun or has_steps:
         return
     recorded = read_json(run.path / "data.json").get(MADE_OF)
     # None: an older version has made the run, and nothing tells its weights from others.
-    if recorded not in (None, made_of(base_model(run.cfg.init_from))[MADE_OF]):
-        raise ConfigError(f"{run.path} holds earlier weights of {run.cfg.init_from}: rename or delete it, and try again")
+    if recorded not in (None, made_of(base_model(source))[MADE_OF]):
+        raise ConfigError(f"{run.path} holds earlier weights of {source}: rename or delete it, and try again")
 
 
 def vocab_size(data: Data, base: Options) -> int:
