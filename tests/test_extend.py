@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import ropewalk
 from conf.files import read_json
-from conf.options import CONF_DIR
+from conf.options import CONF_DIR, encoding
 from conf.schema import GPTConfig
 from data.hf_tokenizer import BYTE_OF
 from ropewalk.app.configure import train_values
@@ -219,6 +219,22 @@ def test_what_a_program_of_the_users_chooses_holds_over_the_model(straight, trai
         config = compose("train", [f"init_from={base}", "pe=yarn"])
     with pytest.raises(ValueError, match=r"give ropewalk\.train the overrides"):
         ropewalk.train(config=config)
+
+
+def test_one_encoding_takes_over_what_all_layers_have_alike():
+    """Of Gemma's layers some have a window and another base: YaRN for all of them would lose these."""
+    shape = GPTConfig(n_layer=6)
+    net = {"model": shape.model_dump(), "train_len": 64, "original_len": 64}
+    local = {"pe": "rope", "base": 500.0, "window": 4}
+    differ, _ = resolve_encoding(encoding("gemma3"), shape, 64)
+    alike, _ = resolve_encoding(encoding({"pe": "gemma3", "local": local, "global": local}), shape, 64)
+    typed = {"pe": "yarn", "base": 700.0, "window": None}
+
+    with pytest.raises(ValueError, match=r"local and global .* different values of window, \[0.25, None\]"):
+        variants(net | {"pe": differ}, ["yarn"])
+    for parts, asked, expected in ((differ, typed, (700.0, None)), (alike, "yarn", (500.0, 4))):
+        (read,) = variants(net | {"pe": parts}, [asked])
+        assert (read["base"], read["window"]) == expected
 
 
 READINGS = [name for name in YAMLS if "near_window" in YAMLS[name]]  # that train as RoPE does

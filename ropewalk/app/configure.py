@@ -1,7 +1,7 @@
 """The configuration of a run: what was typed, over the model that it starts from, over what Hydra has composed."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def merged(config: DictConfig) -> dict[str, Any]:
     base = of_length(base, values["train_len"])
     of_model: dict[str, Any] = {"model": base["model"], "data": _tokenizer_of(source, values["data"])}
     if "pe" in chosen:
-        of_model["pe"] = shared_options(base, values["pe"])
+        of_model["pe"] = shared_options(base, values["pe"], _of_encoding(chosen))
     else:
         of_model["pe"] = base["pe"]
         values["pe"] = {key: value for key, value in values["pe"].items() if f"pe.{key}" in chosen}
@@ -94,6 +94,11 @@ def merged(config: DictConfig) -> dict[str, Any]:
 def _takes_extend(config: DictConfig) -> bool:
     """Whether a run starts from a model of transformers, and no experiment is chosen: it is a short fine-tuning."""
     return str(config.init_from).startswith("hf:") and "experiment" not in typed()
+
+
+def _of_encoding(keys: Collection[str]) -> set[str]:
+    """Those of the keys that are options of the encoding, without their prefix."""
+    return {key.removeprefix("pe.") for key in keys if key.startswith("pe.")}
 
 
 def typed() -> set[str]:
@@ -180,7 +185,7 @@ def chosen_variant(trained: Options, pe: Options, longest: float | None = None) 
     Unless its scale was typed, it is that of the `longest` text, a multiple of train_len.
     """
     chosen = encoding(pe)
-    options = over(shared_options(trained, chosen), chosen, typed(), "pe.")
+    options = over(shared_options(trained, chosen, _of_encoding(typed())), chosen, typed(), "pe.")
     if longest and "pe.scale" not in typed():
         options = scaled_to(longest, trained, options)
     return variants(trained, [options])[0]

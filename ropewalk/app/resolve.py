@@ -4,7 +4,7 @@ The result is frozen: training, evaluation and config.yaml see only that. Here i
 weights.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -296,12 +296,21 @@ def original_len(cfg: Config, base: Options) -> int:
     return max(own_len, base.get("original_len", 0))
 
 
-def shared_options(base: Options, chosen: Options) -> dict[str, Any]:
-    """The options of the encoding `chosen` that the encoding of the model `base` decides, part by part of a pattern."""
+def shared_options(base: Options, chosen: Options, given: Collection[str]) -> dict[str, Any]:
+    """The options of the encoding `chosen` that the encoding of the model `base` decides, part by part of a pattern.
+
+    Args:
+        given: the keys of `chosen` that the user gave, with dots.
+
+    Raises ConfigError: of a part that the base does not have, an option would have to be that of several parts.
+    """
     base_parts = position.parts(base["pe"])
     shared = {}
     for name, part in position.parts(chosen).items():
-        base_part = base_parts.get(name, base_parts.get("", {}))
+        base_part = base_parts.get(name, base_parts.get(""))
+        if base_part is None:
+            open_keys = [key for key in part if f"{name}.{key}".lstrip(".") not in given and key not in _NOT_SHARED]
+            base_part = _common(base_parts, open_keys, chosen["name"])
         # Each class chooses a near_window of its own, which does not matter to the weights.
         own = () if base_part.get("_target_") == part["_target_"] else ("near_window",)
         of_part = {}
@@ -315,6 +324,24 @@ def shared_options(base: Options, chosen: Options) -> dict[str, Any]:
     return shared.get("", shared)
 
 
+def _common(parts: Mapping[str, Options], keys: Iterable[str], chosen: str) -> dict[str, Any]:
+    """Those options of a pattern, by `keys`, that all of its parts have alike.
+
+    Raises ConfigError: one differs, and the encoding `chosen` would lose it.
+    """
+    common = {}
+    for key in keys:
+        values = [part[key] for part in parts.values() if key in part]
+        if any(value != values[0] for value in values):
+            raise ConfigError(
+                f"pe={chosen}: {' and '.join(parts)} of the model have different values of {key}, {values}: "
+                f"choose a pattern of such parts, as pe=hybrid is, or give pe.{key}=..."
+            )
+        if values:
+            common[key] = values[0]
+    return common
+
+
 def taking_over(trained: Options, given: Options, where: str = "pe") -> dict[str, Any]:
     """Return all options of an encoding for the weights of a trained model: those `given` hold, else the model's own.
 
@@ -326,7 +353,7 @@ def taking_over(trained: Options, given: Options, where: str = "pe") -> dict[str
     pe = encoding(given, where)
     if not trained or "pe" not in given:
         return pe
-    return over(shared_options(trained, pe), pe, flatten(given))
+    return over(shared_options(trained, pe, flatten(given)), pe, flatten(given))
 
 
 def variants(trained: Options, wanted: Iterable[str | Options], longest: float | None = None) -> list[dict[str, Any]]:
