@@ -182,12 +182,13 @@ def test_what_does_not_fit_is_refused(refused, straight, options, message):
 
 
 def test_a_pattern_is_extended_part_by_part(train, straight):
-    """The local part keeps its window too, though hybrid.yaml has another."""
-    parts = ["pe=hybrid", "pe.local.pe=rope", "pe.local.window=4", "pe.global.pe=rope", "+pe.global.base=500.0"]
-    base = straight(*parts, "model.n_layer=4")
+    """The local part keeps its window too, and its layers, though hybrid.yaml has others."""
+    parts = ["pe.local.pe=rope", "pe.local.window=4", "pe.global.pe=rope", "+pe.global.base=500.0"]
+    base = straight("pe=hybrid", "pe.pattern=[local,global]", *parts, "model.n_layer=4")
     longer = ["train_len=32", "eval.lengths=[0.5,1]", "pe=hybrid", "pe.global.pe=yarn", "+pe.global.scale=2.0"]
     pe = train_values(*train.complete(f"init_from={base}", *longer))["pe"]
 
+    assert pe["pattern"] == ["local", "global"]
     assert pe["local"] == read_config(base)["pe"]["local"]
 
     inherited = {"base": 500.0, "scale": 2.0, "original_len": 16}

@@ -299,13 +299,19 @@ def original_len(cfg: Config, base: Options) -> int:
 def shared_options(base: Options, chosen: Options, given: Collection[str]) -> dict[str, Any]:
     """The options of the encoding `chosen` that the encoding of the model `base` decides, part by part of a pattern.
 
+    A pattern of the same parts has them in the same layers.
+
     Args:
         given: the keys of `chosen` that the user gave, with dots.
 
     Raises ConfigError: of a part that the base does not have, an option would have to be that of several parts.
     """
     base_parts = position.parts(base["pe"])
-    shared = {}
+    shared: dict[str, Any] = {}
+    # Which layers have which part, if the parts have the same names.
+    pattern = base["pe"].get("pattern")
+    if pattern and set(pattern) <= position.parts(chosen).keys():
+        shared["pattern"] = pattern
     for name, part in position.parts(chosen).items():
         base_part = base_parts.get(name, base_parts.get(""))
         if base_part is None:
