@@ -148,7 +148,9 @@ def _find(folders: Iterable[Path]) -> list[Path]:
         if not folder.is_dir():
             raise ConfigError(f"{printable(folder)} is not a directory")
         for file in folder.rglob("config.yaml"):
-            if not any(name.startswith(".") for name in file.relative_to(folder).parts):
+            parts = file.relative_to(folder).parts
+            # Online wandb writes a config.yaml of its own, in a folder within the run's.
+            if not any(name.startswith(".") for name in parts) and "wandb" not in parts[:-2]:
                 by_place[file.parent.resolve()] = file.parent
     return sorted(by_place.values())
 

@@ -259,6 +259,13 @@ def test_sections_share_data_and_texts_or_training_lengths(tmp_path):
     ]
 
 
+def test_what_wandb_keeps_in_a_run_is_no_run(tmp_path):
+    files = write_run(tmp_path) / "wandb" / "run-1" / "files"
+    files.mkdir(parents=True)
+    (files / "config.yaml").write_text("wandb_version: 1\n")
+    assert not frame.load(tmp_path).left_out
+
+
 def test_a_task_is_told_by_the_seeds_that_learned_it(tmp_path):
     """In percent of wrong answers; a seed that guesses is not averaged with one that knows."""
     percent = {
