@@ -111,7 +111,7 @@ def typed() -> set[str]:
     if not HydraConfig.initialized():
         raise ConfigError("init_from=... within `config` needs a program of Hydra's: give ropewalk.train the overrides")
     program = HydraConfig.get()
-    keys = _given_by("", program.job.config_name.removesuffix(".yaml"))
+    keys = _given_by("", str(program.job.config_name).removesuffix(".yaml"))
     for override in OverridesParser.create().parse_overrides([*program.overrides.task]):
         keys |= flatten({override.key_or_group: override.value()}).keys()
     chosen = program.runtime.choices.get("experiment")
