@@ -28,7 +28,7 @@ from model.layout import Layout
 from model.position.network import Encodings, metrics_of
 from model.size import flops_per_token, n_parameters
 from ropewalk.app.configure import configure
-from ropewalk.app.init_from import load_weights, vocab_size
+from ropewalk.app.init_from import check_start, load_weights, made_of, vocab_size
 from ropewalk.app.resolve import base_model, for_this_machine, of_length, original_len
 from ropewalk.evaluation.evaluator import Evaluator, is_measured
 from ropewalk.evaluation.objective import objective
@@ -65,6 +65,7 @@ def train(cfg: Config) -> None:
     with distributed.launch(cfg.trainer, hardware) as fabric:
         run = RunDir(cfg)
         run.check()
+        check_start(run)
         if run.complete and is_measured(run.path, cfg):
             print(f"{run.path} is already trained and evaluated with these settings")
         else:
@@ -104,7 +105,7 @@ def finish(run: RunDir, fabric: "Fabric", hardware: Hardware) -> None:
     with run.lock():
         # All that may be missing or damaged is read before anything is written: an error leaves the run as it is.
         progress = training.start(run, base)
-        run.create(identity, data.tokenizer_files())
+        run.create(identity | made_of(base), data.tokenizer_files())
         run.truncate_metrics(progress.step)
         checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
         with logger:

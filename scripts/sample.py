@@ -53,7 +53,9 @@ def main(args: Arguments) -> None:
     tokens = len(model.encode(prompt)) + args.max_new_tokens
     encodings = for_length(model.net.encodings, tokens)  # those that `stream` reads with too
     scale = max(encoding.active_scale for encoding in encodings)  # 1 in layers that are not scaled
-    readable = model.net.train_len * scale
+    # A scale extends the length that the weights were first trained at.
+    scaled = [getattr(encoding, "original_len", 0) * encoding.active_scale for encoding in encodings]
+    readable = max(model.net.train_len, *scaled)
     if tokens > readable:
         print(f"warning: {tokens} tokens, but the model was trained to read {readable:g}", file=sys.stderr)
     options = args.model_dump(include={"max_new_tokens", "temperature", "top_k", "seed"})

@@ -9,16 +9,19 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from conftest import rows_of
+from conftest import YAMLS, rows_of
 from hf_models import SIZES, hf_model
+from hydra import compose, initialize_config_dir
 from process_helpers import On
 from safetensors.torch import load_file
 
 import ropewalk
 from conf.files import read_json
+from conf.options import CONF_DIR, encoding
+from conf.schema import GPTConfig
 from data.hf_tokenizer import BYTE_OF
 from ropewalk.app.configure import train_values
-from ropewalk.app.resolve import base_model, variants
+from ropewalk.app.resolve import base_model, resolve_encoding, variants
 from ropewalk.evaluation.results import load_all
 from ropewalk.run.directory import read_config
 from scripts import evaluate
@@ -116,6 +119,26 @@ def test_a_longer_run_measures_its_model_as_it_was_trained(straight, extend, opt
     assert [m.nats for m in before.measured] == [m.nats for m in trained.measured]
 
 
+def test_a_run_without_a_step_keeps_to_the_weights_it_began_with(train, trained):
+    """Its results are theirs: the losses before the first step, and all that a run of no steps has."""
+    small = "pe=rope", "eval.variants=[]", "eval.lengths=[1]"
+    base = trained(*small, name="base")
+    none = f"init_from={base}", "trainer.max_steps=0", *small[1:], "name=none"
+    child = f"init_from={base}", "trainer.max_steps=1", *small[1:], "name=child"
+    train(*none)
+    with On("train.Training.fit", 1, partial(sys.exit, 9)):
+        train(*child, code=9)
+    begun = shutil.copytree(train.runs / "child", train.runs / "begun")
+    train(*child)
+    trained(*small, "trainer.max_steps=8", name="base")
+
+    assert "is already trained" in train(*child).out
+
+    for run in (none, (*child[:-1], "name=begun"), ("-m", *none)):
+        assert f"holds earlier weights of {base}: rename or delete it" in train(*run, code=2).err
+    assert not (begun / "checkpoints").exists()
+
+
 HYBRID = ("pe=hybrid", "pe.pattern=[local,global]", "model.n_layer=2")
 
 
@@ -159,12 +182,13 @@ def test_what_does_not_fit_is_refused(refused, straight, options, message):
 
 
 def test_a_pattern_is_extended_part_by_part(train, straight):
-    """The local part keeps its window too, though hybrid.yaml has another."""
-    parts = ["pe=hybrid", "pe.local.pe=rope", "pe.local.window=4", "pe.global.pe=rope", "+pe.global.base=500.0"]
-    base = straight(*parts, "model.n_layer=4")
+    """The local part keeps its window too, and its layers, though hybrid.yaml has others."""
+    parts = ["pe.local.pe=rope", "pe.local.window=4", "pe.global.pe=rope", "+pe.global.base=500.0"]
+    base = straight("pe=hybrid", "pe.pattern=[local,global]", *parts, "model.n_layer=4")
     longer = ["train_len=32", "eval.lengths=[0.5,1]", "pe=hybrid", "pe.global.pe=yarn", "+pe.global.scale=2.0"]
     pe = train_values(*train.complete(f"init_from={base}", *longer))["pe"]
 
+    assert pe["pattern"] == ["local", "global"]
     assert pe["local"] == read_config(base)["pe"]["local"]
 
     inherited = {"base": 500.0, "scale": 2.0, "original_len": 16}
@@ -182,6 +206,51 @@ def test_a_window_that_an_encoding_is_chosen_for_stays(train, straight):
         assert [pe[part]["window"] for part in ("local", "global")] == [0.25, None]
 
 
+def test_what_a_program_of_the_users_chooses_holds_over_the_model(straight, train, tmp_path):
+    base = straight("pe=rope", "pe.base=500.0")
+    chosen = "defaults: [train, {override /pe: yarn}, _self_]\npe: {scale: 8.0}\n"
+    (tmp_path / "mine.yaml").write_text(chosen)
+    program = f"--config-dir={tmp_path}", "--config-name=mine"
+    train(*program, f"init_from={base}", "trainer.max_steps=0", "eval.lengths=[1]", "train_len=32", "name=child")
+    pe = read_config(train.runs / "child")["pe"]
+
+    assert (pe["name"], pe["scale"], pe["base"]) == ("yarn", 8.0, 500.0)
+
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        config = compose("train", [f"init_from={base}", "pe=yarn"])
+    with pytest.raises(ValueError, match=r"give ropewalk\.train the overrides"):
+        ropewalk.train(config=config)
+
+
+def test_one_encoding_takes_over_what_all_layers_have_alike():
+    """Of Gemma's layers some have a window and another base: YaRN for all of them would lose these."""
+    shape = GPTConfig(n_layer=6)
+    net = {"model": shape.model_dump(), "train_len": 64, "original_len": 64}
+    local = {"pe": "rope", "base": 500.0, "window": 4}
+    differ, _ = resolve_encoding(encoding("gemma3"), shape, 64)
+    alike, _ = resolve_encoding(encoding({"pe": "gemma3", "local": local, "global": local}), shape, 64)
+    typed = {"pe": "yarn", "base": 700.0, "window": None}
+
+    with pytest.raises(ValueError, match=r"local and global .* different values of window, \[0.25, None\]"):
+        variants(net | {"pe": differ}, ["yarn"])
+    for parts, asked, expected in ((differ, typed, (700.0, None)), (alike, "yarn", (500.0, 4))):
+        (read,) = variants(net | {"pe": parts}, [asked])
+        assert (read["base"], read["window"]) == expected
+
+
+READINGS = [name for name in YAMLS if "near_window" in YAMLS[name]]  # that train as RoPE does
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_a_model_is_read_like_one_of_rope_whatever_reading_it_trained_for(name):
+    """Windows that one reading chose, and its group for a scale of 4, are no options of another."""
+    net = {"model": GPTConfig().model_dump(), "train_len": 64, "original_len": 64}
+    options, _ = resolve_encoding(YAMLS[name], GPTConfig(), 64)
+    others = [{"pe": other, "scale": 16.0} if "scale" in YAMLS[other] else other for other in READINGS]
+
+    assert variants(net | {"pe": options}, others) == variants(net | {"pe": YAMLS["rope"]}, others)
+
+
 def test_init_partial_names_the_weights_that_are_new(straight, extend):
     base = straight("pe=rope")
     child, said = extend(base, "init_partial=true", "pe=cope", "model.n_layer=2")
@@ -192,10 +261,11 @@ def test_init_partial_names_the_weights_that_are_new(straight, extend):
 
 def test_an_extension_begins_where_the_base_model_ended(straight, extend):
     """Where AdamW's averages hardly change in a step, they are those of the first run, and it counts its steps."""
-    base = straight("pe=cope", "pe.npos_max=20")
+    base = straight("pe=cope", "pe.npos_max=20", "data.bos=none")
     child, _ = extend(base, "init_optimizer=true", "optim.beta1=0.999999999", "optim.beta2=0.999999999")
 
     assert read_config(child)["pe"]["npos_max"] == 20  # inherited with the encoding
+    assert read_config(child)["data"]["bos"] == "none"  # and with the tokenizer
     assert_same_weights(child, base)
 
     assert rows_of(child)[-1]["val/loss"] == pytest.approx(rows_of(base)[-1]["val/loss"], rel=1e-6)

@@ -1,7 +1,7 @@
 """The configuration of a run: what was typed, over the model that it starts from, over what Hydra has composed."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from conf.errors import ConfigError, flatten
-from conf.options import encoding, file_of, options_of, over
+from conf.options import CONF_DIR, encoding, file_of, options_of, over
 from conf.schema import Config
 from ropewalk.app.compose import composed, plain
 from ropewalk.app.resolve import (
@@ -78,7 +78,7 @@ def merged(config: DictConfig) -> dict[str, Any]:
     base = of_length(base, values["train_len"])
     of_model: dict[str, Any] = {"model": base["model"], "data": _tokenizer_of(source, values["data"])}
     if "pe" in chosen:
-        of_model["pe"] = shared_options(base, values["pe"])
+        of_model["pe"] = shared_options(base, values["pe"], _of_encoding(chosen))
     else:
         of_model["pe"] = base["pe"]
         values["pe"] = {key: value for key, value in values["pe"].items() if f"pe.{key}" in chosen}
@@ -96,12 +96,22 @@ def _takes_extend(config: DictConfig) -> bool:
     return str(config.init_from).startswith("hf:") and "experiment" not in typed()
 
 
+def _of_encoding(keys: Collection[str]) -> set[str]:
+    """Those of the keys that are options of the encoding, without their prefix."""
+    return {key.removeprefix("pe.") for key in keys if key.startswith("pe.")}
+
+
 def typed() -> set[str]:
-    """The keys and groups that the user has given: on the command line, or by the chosen experiments."""
+    """The keys and groups that the user has given: on the command line, by the chosen experiments or a file of theirs.
+
+    The latter is that of a program of their own, or of --config-name.
+
+    Raises ConfigError: Hydra runs no program, and so has not noted what was given.
+    """
     if not HydraConfig.initialized():
-        return set()
+        raise ConfigError("init_from=... within `config` needs a program of Hydra's: give ropewalk.train the overrides")
     program = HydraConfig.get()
-    keys: set[str] = set()
+    keys = _given_by("", str(program.job.config_name).removesuffix(".yaml"))
     for override in OverridesParser.create().parse_overrides([*program.overrides.task]):
         keys |= flatten({override.key_or_group: override.value()}).keys()
     chosen = program.runtime.choices.get("experiment")
@@ -113,9 +123,12 @@ def typed() -> set[str]:
 
 
 def _given_by(group: str, name: str) -> set[str]:
-    """The keys and groups that an option gives, itself or by those that it is built on."""
+    """The keys and groups that an option gives, itself or by those that it is built on.
+
+    The configurations of our programs, which are of no group, give none: they hold the defaults.
+    """
     path = file_of(group, name)
-    if path is None:
+    if path is None or path.parent == CONF_DIR:
         return set()
     values: Any = OmegaConf.to_container(OmegaConf.load(path))
     chosen = values.pop("defaults", [])
@@ -129,12 +142,12 @@ def _given_by(group: str, name: str) -> set[str]:
 
 
 def _tokenizer_of(source: str, data: Options) -> dict[str, Any]:
-    """The tokenizer of the model `source`, for data that have one."""
+    """The tokenizer of the model `source`, for data that have one, and whether it puts a token before texts."""
     if source.startswith("hf:"):
         theirs: Options = {"tokenizer": source}
     else:
-        theirs = data_options(find(source), cache_dir="")  # of which only the tokenizer is used
-    return {key: value for key, value in theirs.items() if key == "tokenizer" and key in data}
+        theirs = data_options(find(source), cache_dir="")  # of which only these two are used
+    return {key: value for key, value in theirs.items() if key in ("tokenizer", "bos") and key in data}
 
 
 def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
@@ -172,7 +185,7 @@ def chosen_variant(trained: Options, pe: Options, longest: float | None = None) 
     Unless its scale was typed, it is that of the `longest` text, a multiple of train_len.
     """
     chosen = encoding(pe)
-    options = over(shared_options(trained, chosen), chosen, typed(), "pe.")
+    options = over(shared_options(trained, chosen, _of_encoding(typed())), chosen, typed(), "pe.")
     if longest and "pe.scale" not in typed():
         options = scaled_to(longest, trained, options)
     return variants(trained, [options])[0]

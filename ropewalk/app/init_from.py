@@ -13,7 +13,8 @@ from ropewalk import hf
 from ropewalk.app.compose import quoted
 from ropewalk.app.configure import train_values
 from ropewalk.app.resolve import Options, base_model, load_config, original_len, resolve
-from ropewalk.run.directory import RunDir, check_identity, data_options, find, steps_in
+from ropewalk.run.directory import MADE_OF, RunDir, check_identity, data_options, find, steps_in
+from ropewalk.run.processes import rank_zero_only
 from ropewalk.training import checkpoints
 from ropewalk.training.ranks import assign
 
@@ -79,9 +80,9 @@ def directory(run: str | Path, cache_dir: str) -> Path:
     base = base_model(source)
     places = f"init_from={quoted(source)}", f"data.cache_dir={quoted(cache_dir)}"
     cfg = resolve(train_values(*places, "trainer.max_steps=0"))
-    made_of = hf.read_model(source).identity()  # tells these weights from later ones under the same name
     place = RunDir(cfg)
     place.check()
+    check_start(place)
     if not (place.path / serialization.DESCRIPTION).is_file():
         data = build_data(cfg.data)
         net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size(data, base), train_len=cfg.train_len)
@@ -89,13 +90,31 @@ def directory(run: str | Path, cache_dir: str) -> Path:
         data.prepare()
         identity = data.identity()
         with place.lock():
-            place.create(identity | {"made_of": made_of}, data.tokenizer_files())
+            place.create(identity | made_of(base), data.tokenizer_files())
             serialization.save(net, place.path, pe=cfg.pe, tokenizer=identity, original_len=base["original_len"])
-    # None: an older version has made the run, and nothing tells its weights from others.
-    elif read_json(place.path / "data.json").get("made_of") not in (None, made_of):
-        raise ConfigError(f"{place.path} holds earlier weights of {source}: rename or delete it, and try again")
     print(f"{source} is the run {place.path}")
     return place.path
+
+
+def made_of(base: Options) -> dict[str, Any]:
+    """What tells the weights of the model `base`, if any, from later ones under the same name, for data.json."""
+    if not base:
+        return {}
+    source = str(base["source"])
+    return {MADE_OF: hf.read_model(source).identity() if source.startswith("hf:") else base.get("sha256")}
+
+
+@rank_zero_only
+def check_start(run: RunDir) -> None:
+    """Raise ConfigError if a run without a step so far has begun with earlier weights of the model it starts from."""
+    source = run.cfg.init_from
+    has_steps = steps_in(run.checkpoints) or (run.cfg.trainer.max_steps and run.complete)
+    if source is None or not run.begun or has_steps:
+        return
+    recorded = read_json(run.path / "data.json").get(MADE_OF)
+    # None: an older version has made the run, and nothing tells its weights from others.
+    if recorded not in (None, made_of(base_model(source))[MADE_OF]):
+        raise ConfigError(f"{run.path} holds earlier weights of {source}: rename or delete it, and try again")
 
 
 def vocab_size(data: Data, base: Options) -> int:

@@ -4,7 +4,7 @@ The result is frozen: training, evaluation and config.yaml see only that. Here i
 weights.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ropewalk.training.hardware import Hardware
 from ropewalk.training.optimizer import make_optimizer
 
 Options = Mapping[str, Any]
-_NOT_SHARED = ("name", "_target_", "scale", "train_scale", "attention_factor")  # the last belongs to the scale
+_NOT_SHARED = ("name", "_target_", "scale", "train_scale", "attention_factor", "group")  # the last two follow the scale
 
 
 def resolve(values: Mapping[str, Any]) -> Config:
@@ -296,21 +296,56 @@ def original_len(cfg: Config, base: Options) -> int:
     return max(own_len, base.get("original_len", 0))
 
 
-def shared_options(base: Options, chosen: Options) -> dict[str, Any]:
-    """The options of the encoding `chosen` that the encoding of the model `base` decides, part by part of a pattern."""
+def shared_options(base: Options, chosen: Options, given: Collection[str]) -> dict[str, Any]:
+    """The options of the encoding `chosen` that the encoding of the model `base` decides, part by part of a pattern.
+
+    A pattern of the same parts has them in the same layers.
+
+    Args:
+        given: the keys of `chosen` that the user gave, with dots.
+
+    Raises ConfigError: of a part that the base does not have, an option would have to be that of several parts.
+    """
     base_parts = position.parts(base["pe"])
-    shared = {}
+    shared: dict[str, Any] = {}
+    # Which layers have which part, if the parts have the same names.
+    pattern = base["pe"].get("pattern")
+    if pattern and set(pattern) <= position.parts(chosen).keys():
+        shared["pattern"] = pattern
     for name, part in position.parts(chosen).items():
-        base_part = base_parts.get(name, base_parts.get("", {}))
+        base_part = base_parts.get(name, base_parts.get(""))
+        if base_part is None:
+            open_keys = [key for key in part if f"{name}.{key}".lstrip(".") not in given and key not in _NOT_SHARED]
+            base_part = _common(base_parts, open_keys, chosen["name"])
+        # Each class chooses a near_window of its own, which does not matter to the weights.
+        own = () if base_part.get("_target_") == part["_target_"] else ("near_window",)
         of_part = {}
         for key, value in base_part.items():
             # What the base leaves off, such as a window, does not decide: an encoding may be chosen for it.
-            if key in part and key not in _NOT_SHARED and value not in (None, "none"):
+            if key in part and key not in (*_NOT_SHARED, *own) and value not in (None, "none"):
                 of_part[key] = value
         if "original_len" in part:
             of_part["original_len"] = base_part.get("original_len") or base["original_len"]
         shared[name] = of_part
     return shared.get("", shared)
+
+
+def _common(parts: Mapping[str, Options], keys: Iterable[str], chosen: str) -> dict[str, Any]:
+    """Those options of a pattern, by `keys`, that all of its parts have alike.
+
+    Raises ConfigError: one differs, and the encoding `chosen` would lose it.
+    """
+    common = {}
+    for key in keys:
+        values = [part[key] for part in parts.values() if key in part]
+        if any(value != values[0] for value in values):
+            raise ConfigError(
+                f"pe={chosen}: {' and '.join(parts)} of the model have different values of {key}, {values}: "
+                f"choose a pattern of such parts, as pe=hybrid is, or give pe.{key}=..."
+            )
+        if values:
+            common[key] = values[0]
+    return common
 
 
 def taking_over(trained: Options, given: Options, where: str = "pe") -> dict[str, Any]:
@@ -324,7 +359,7 @@ def taking_over(trained: Options, given: Options, where: str = "pe") -> dict[str
     pe = encoding(given, where)
     if not trained or "pe" not in given:
         return pe
-    return over(shared_options(trained, pe), pe, flatten(given))
+    return over(shared_options(trained, pe, flatten(given)), pe, flatten(given))
 
 
 def variants(trained: Options, wanted: Iterable[str | Options], longest: float | None = None) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from conf.schema import Config, parse
 from ropewalk.app.compose import quoted
 from ropewalk.app.configure import merged
 from ropewalk.app.explain import ERRORS, check_overrides, explain
+from ropewalk.app.init_from import check_start
 from ropewalk.app.resolve import resolve
 from ropewalk.evaluation.evaluator import is_measured
 from ropewalk.report.page import PAGE
@@ -60,6 +61,7 @@ def _check(runs: Sequence[RunDir]) -> None:
     by_path: dict[Path, Config] = {}
     for run in runs:
         run.check()
+        check_start(run)
         if by_path.setdefault(run.path, run.cfg) != run.cfg:
             raise ConfigError(
                 f"{run.path} would be the place of several runs: give each a name, as name='lr${{optim.lr}}'"

@@ -19,7 +19,7 @@ from conf.errors import ConfigError, flatten
 from conf.files import printable, read_json
 from ropewalk.evaluation import archive
 from ropewalk.evaluation.results import Evaluation, result_files
-from ropewalk.run.directory import FREE, read_config, read_metrics, read_training
+from ropewalk.run.directory import FREE, MADE_OF, read_config, read_metrics, read_training
 
 BEFORE, AFTER = "before training", "after training"  # readings of a run that starts from a model
 START = "model before "  # begins the name of the line of that model, which ends with the label of the run
@@ -148,7 +148,9 @@ def _find(folders: Iterable[Path]) -> list[Path]:
         if not folder.is_dir():
             raise ConfigError(f"{printable(folder)} is not a directory")
         for file in folder.rglob("config.yaml"):
-            if not any(name.startswith(".") for name in file.relative_to(folder).parts):
+            parts = file.relative_to(folder).parts
+            # Online wandb writes a config.yaml of its own, in a folder within the run's.
+            if not any(name.startswith(".") for name in parts) and "wandb" not in parts[:-2]:
                 by_place[file.parent.resolve()] = file.parent
     return sorted(by_place.values())
 
@@ -160,6 +162,8 @@ def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:
     if trained:
         values |= {"training": read_training(path)}
     config = flatten(values)
+    identity = read_json(path / "data.json")
+    identity.pop(MADE_OF, None)  # runs on the same data are compared, whatever they start from
     # Everything below groups and sorts by these, too: one of another type would fail far from its file.
     wrong = [key for key in ("pe.name", "data.name") if not isinstance(config.get(key), str)]
     if wrong:
@@ -172,7 +176,7 @@ def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:
         "data": config["data.name"],
         "train_len": config["train_len"],
         "done": trained or config["trainer.max_steps"] == 0,  # a model of transformers as it is has no steps
-        "identity": json.dumps(read_json(path / "data.json"), sort_keys=True),
+        "identity": json.dumps(identity, sort_keys=True),
         "config": config,
     }
     for cost, key in COSTS.items():

@@ -1,7 +1,7 @@
 """A run directory: everything that belongs to one run, in plain files that can be read without this program.
 
 config.yaml           the resolved configuration
-data.json             identity of the data
+data.json             identity of the data, and of the weights that the run starts from
 environment.json      run_id, and for each start of the run: command, commit, versions, machine
 git-HASH.diff         how the source differed from that commit, new files included
 metrics.jsonl         one JSON object for each logged optimizer step
@@ -52,6 +52,7 @@ from ropewalk.run.processes import is_rank_zero, rank_zero_only
 from ropewalk.run.provenance import provenance, source_state
 
 RESTORE = "restore it, or train again under another name"
+MADE_OF = "made_of"  # key of data.json: a hash of the weights that a run starts from
 
 
 class Environment(BaseModel):

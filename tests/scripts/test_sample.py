@@ -61,6 +61,13 @@ def test_one_seed_is_one_text(sample):
     assert sample(*options, "temperature=0").out == sample(*options, "temperature=1e-308").out
 
 
+def test_a_scale_reaches_as_far_as_the_first_length_allows(trained, sample):
+    """Of 8 tokens, before the model was extended to 16."""
+    run = trained("pe=yarn", "pe.original_len=8", "pe.scale=4.0")
+    said = sample("prompt=a", "max_new_tokens=40", run=run)
+    assert "warning: 41 tokens, but the model was trained to read 32\n" in said.err
+
+
 def test_a_terminal_gets_no_control_characters(sample, monkeypatch):
     """A model may write them, as one of bytes does, and a prompt may have them; a file gets the text as it is."""
     options = ["prompt='\x1b[31ma'", "max_new_tokens=200", "temperature=2"]

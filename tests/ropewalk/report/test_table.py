@@ -191,10 +191,12 @@ def test_an_earlier_step_is_a_line_of_its_own_and_compared_with_itself(tmp_path)
     assert bases == {"rope": "rope", "rope at step 200": "rope at step 200"}
 
 
-def test_a_run_that_is_not_finished_is_no_seed_of_those_that_are(tmp_path):
+def test_a_run_that_was_stopped_is_no_seed_of_those_that_ended(tmp_path):
     write_run(tmp_path)
-    evaluate(write_run(tmp_path, seed=1, finished=False), step=200)
-    assert of_lines(measured(tmp_path), "seeds") == {"rope": 1, "rope at step 200": 1}
+    for seed, step in {1: 200, 2: 0}.items():
+        evaluate(write_run(tmp_path, seed=seed, finished=False), step=step)
+    lines = of_lines(measured(tmp_path), "seeds")
+    assert lines == {"rope": 1, "rope at step 200": 1, "model before rope": 1}
 
 
 def test_of_several_lines_the_reference_is_that_of_the_most_usual_settings(tmp_path):
@@ -247,6 +249,7 @@ def test_sections_share_data_and_texts_or_training_lengths(tmp_path):
     }
     for name, options in runs.items():
         write_run(tmp_path, name=name, **options)
+    (tmp_path / "short" / "data.json").write_text('{"sha256": "a", "made_of": "weights of another model"}')
     by_section = frame.load(tmp_path).runs.groupby("section").name
     sections = sorted(sorted(names) for _, names in by_section)
     assert sections == [
@@ -254,6 +257,13 @@ def test_sections_share_data_and_texts_or_training_lengths(tmp_path):
         ["other data"],
         ["other length"],
     ]
+
+
+def test_what_wandb_keeps_in_a_run_is_no_run(tmp_path):
+    files = write_run(tmp_path) / "wandb" / "run-1" / "files"
+    files.mkdir(parents=True)
+    (files / "config.yaml").write_text("wandb_version: 1\n")
+    assert not frame.load(tmp_path).left_out
 
 
 def test_a_task_is_told_by_the_seeds_that_learned_it(tmp_path):
