@@ -17,11 +17,11 @@ from ropewalk.app.resolve import (
     Options,
     base_model,
     completed,
+    for_weights_of,
     load_config,
     of_length,
     readable,
     resolve,
-    scaled_to,
     shared_options,
     variants,
     with_variants,
@@ -171,8 +171,5 @@ def chosen_variant(trained: Options, pe: Options, longest: float | None = None) 
 
     Unless its scale was typed, it is that of the `longest` text, a multiple of train_len.
     """
-    chosen = encoding(pe)
-    options = over(shared_options(trained, chosen), chosen, typed(), "pe.")
-    if longest and "pe.scale" not in typed():
-        options = scaled_to(longest, trained, options)
-    return variants(trained, [options])[0]
+    given = {key.removeprefix("pe.") for key in typed() if key.startswith("pe.")}
+    return variants(trained, [for_weights_of(trained, encoding(pe), given, longest)])[0]
