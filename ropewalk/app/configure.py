@@ -157,8 +157,7 @@ def evaluation(path: Path, trained: Options, pe: Options | None, asked: Options)
     """
     values = load_config(path).model_dump()
     # What is read is the network of model.json, which carries a checksum.
-    for key in ("model", "pe", "train_len"):
-        values[key] = trained[key]
+    values |= {key: trained[key] for key in ("model", "pe", "train_len")}
     evaluation = over(values["eval"], asked, typed(), "eval.")
     cfg = completed(values | {"eval": evaluation, "runs_dir": str(path.parent), "name": path.name})
     longest = max(cfg.eval.lengths)
