@@ -35,7 +35,7 @@ from ropewalk.evaluation.objective import objective
 from ropewalk.report import loggers, page
 from ropewalk.run import processes
 from ropewalk.run.directory import RunDir, check_identity
-from ropewalk.run.stop import INTERRUPTED, STOPPED, begin, noting_signals
+from ropewalk.run.stop import INTERRUPTED, STOPPED, noting_signals
 from ropewalk.training import checkpoints, distributed, rows
 from ropewalk.training.hardware import Hardware, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
@@ -59,7 +59,8 @@ def train(cfg: Config) -> None:
         ValueError, OSError: with the remedy. Mistakes of a user are found before the run directory is touched.
         SystemExit: stopped early, see `ropewalk.run.stop`.
     """
-    begin()
+    limit = cfg.trainer.time_limit  # of this run, in minutes: one process, such as a notebook, may train several
+    deadline = None if limit is None else time.monotonic() + 60 * limit
     cfg, hardware = for_this_machine(cfg)
     tune(hardware.device, deterministic=cfg.trainer.deterministic)
     with distributed.launch(cfg.trainer, hardware) as fabric:
@@ -69,12 +70,12 @@ def train(cfg: Config) -> None:
         if run.complete and is_measured(run.path, cfg):
             print(f"{run.path} is already trained and evaluated with these settings")
         else:
-            finish(run, fabric, hardware)
+            finish(run, fabric, hardware, deadline)
         page.show_results(run)
 
 
-def finish(run: RunDir, fabric: "Fabric", hardware: Hardware) -> None:
-    """Train and evaluate what is still missing of a run."""
+def finish(run: RunDir, fabric: "Fabric", hardware: Hardware, deadline: float | None) -> None:
+    """Train, until a `deadline` as of `noting_signals`, and evaluate what is still missing of a run."""
     cfg = run.cfg
     # The vocabularies are compared before tokenising, which may take hours.
     data = build_data(cfg.data)
@@ -112,7 +113,7 @@ def finish(run: RunDir, fabric: "Fabric", hardware: Hardware) -> None:
             # What the weights were worth before, unless some of them are new or none will change.
             if base and not progress.step and cfg.trainer.max_steps and not cfg.init_partial:
                 training.evaluator.measure_start(run, of_length(base, cfg.train_len))
-            training.fit(run, logger, progress)
+            training.fit(run, logger, progress, deadline)
 
             # The final weights, what they are worth, and then the file that says that all is done.
             weights = checkpoints.on_cpu(net.state_dict())  # all ranks gather them; rank zero writes
@@ -192,10 +193,10 @@ class Training:
                 checkpoints.take_over(base["source"], self.net, self.optimizer)
         return progress
 
-    def fit(self, run: RunDir, logger: Any, progress: checkpoints.Progress) -> None:
+    def fit(self, run: RunDir, logger: Any, progress: checkpoints.Progress, deadline: float | None) -> None:
         """Train from the step after `progress` to the last one; log, validate, measure and save where they are due.
 
-        Updates `progress`.
+        Updates `progress`. After the `deadline`, as of `noting_signals`, it stops early.
 
         Raises:
             ValueError: the loss, its gradient or a weight is infinite or NaN.
@@ -208,7 +209,7 @@ class Training:
         totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.fabric.device)
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
-        with noting_signals(t.time_limit) as signals, Screen(cfg, self.evaluator.tokens()) as screen:
+        with noting_signals(deadline) as signals, Screen(cfg, self.evaluator.tokens()) as screen:
             for step in range(progress.step + 1, t.max_steps + 1):
                 step_totals, norm = self.step(step, batches, self.schedule.at(step))
                 totals += step_totals

@@ -5,7 +5,7 @@ Each key is documented beside its default in the YAML files, and by --help. A co
 """
 
 from bisect import bisect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -301,36 +301,46 @@ def parse(schema: type[S], values: Any, prefix: str = "") -> S:
         return schema.model_validate(values)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            key, line = _finding(detail, values, prefix)
+            key, line = _explained(detail, values, prefix)
             # Of a union pydantic reports every alternative; the first one stands for all.
             lines.setdefault(key, line)
     raise ConfigError("\n".join(lines.values()))
 
 
-def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, str]:
-    """The key that pydantic's error `detail` is about, and the message about it."""
-    # Follow the location into the values as far as its parts exist.
-    path: list[str] = []  # the keys on the way
-    value: Any = values  # what they lead to
-    siblings: Any = values  # the section that holds it
-    for part in detail["loc"]:
+def _explained(error: Mapping[str, Any], values: Any, prefix: str) -> tuple[str, str]:
+    """Return the key that an error of pydantic's is about, and the line about it."""
+    keys, found = _located(error["loc"], values)
+    key = prefix + ".".join(keys)
+    value = found[-1]
+    match error["type"]:
+        case "missing":
+            key = prefix + ".".join([*keys, str(error["loc"][-1])])
+            return key, f"{key} is missing"
+        case "extra_forbidden":
+            siblings = [name for name in found[-2] if name != keys[-1]]
+            return key, unknown_key(key, siblings)
+        # A validator of a whole section, such as `GPTConfig._divisible`, names the keys itself.
+        case "value_error" if isinstance(value, Mapping):
+            return key, str(error["ctx"]["error"])
+    message = error["msg"].replace("Input should", "it should").removeprefix("Value error, ")
+    return key, f"{key}={value!r}: {message}{answer(key, value)}"
+
+
+def _located(location: Iterable[Any], values: Any) -> tuple[list[str], list[Any]]:
+    """Follow the location of an error of pydantic's into the values, as far as they have it.
+
+    Returns:
+        The keys on the way, and what lies there: first `values` itself, then what each key leads to.
+    """
+    keys: list[str] = []
+    found = [values]
+    for part in location:
+        value = found[-1]
         # A key of a section, or the number of a section in a list. A list of plain values is reported whole.
         is_key = isinstance(value, Mapping) and part in value
         is_number = isinstance(value, list) and part in range(len(value)) and isinstance(value[part], Mapping)
         # Other parts name alternatives of a union: they are no keys.
         if is_key or is_number:
-            path.append(str(part))
-            siblings = value
-            value = value[part]
-    key = prefix + ".".join(path)
-    if detail["type"] == "missing":
-        missing = prefix + ".".join([*path, str(detail["loc"][-1])])
-        return missing, f"{missing} is missing"
-    if detail["type"] == "extra_forbidden":
-        others = [name for name in siblings if name != path[-1]]
-        return key, unknown_key(key, others)
-    # A validator of a whole section, such as `GPTConfig._divisible`, names the keys itself.
-    if detail["type"] == "value_error" and isinstance(value, Mapping):
-        return key, str(detail["ctx"]["error"])
-    message = detail["msg"].replace("Input should", "it should").removeprefix("Value error, ")
-    return key, f"{key}={value!r}: {message}{answer(key, value)}"
+            keys.append(str(part))
+            found.append(value[part])
+    return keys, found

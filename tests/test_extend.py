@@ -104,19 +104,22 @@ def test_a_run_measures_the_model_it_starts_from_once(straight, train, trained):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "readings"),
     [
-        ["pe=nope", "pe.window=0.25"],  # four tokens, which stay four
-        ["pe=nope", "pe.temperature=log"],  # from 16 tokens on
-        ["pe=yarn", "pe.scale=2"],  # trained at scale 1
+        (["pe=nope", "pe.window=0.25"], {"nope"}),  # four tokens, which stay four
+        (["pe=nope", "pe.temperature=log"], {"nope"}),  # from 16 tokens on
+        (["pe=yarn", "pe.scale=2"], {"yarn", "yarn at scale 2"}),  # trained at scale 1
+        (["pe=dca"], {"dca", "dca extended"}),  # trained as RoPE
     ],
 )
-def test_a_longer_run_measures_its_model_as_it_was_trained(straight, extend, options):
+def test_a_longer_run_measures_its_model_as_it_was_trained_and_as_the_run_reads_it(straight, extend, options, readings):
     base = straight(*options)
     child, _ = extend(base, "train_len=32", "eval.lengths=[0.25,0.5,1,2,4]")
     (trained,) = [e for e in load_all(base) if not e.variant.zero_shot]
-    (before,) = [e for e in load_all(child) if (e.step, e.variant.label) == (0, trained.variant.pe["name"])]
-    assert [m.nats for m in before.measured] == [m.nats for m in trained.measured]
+    before = {e.variant.label: e.measured for e in load_all(child) if e.step == 0}
+
+    assert before.keys() == readings
+    assert [m.nats for m in before[trained.variant.pe["name"]]] == [m.nats for m in trained.measured]
 
 
 def test_a_run_without_a_step_keeps_to_the_weights_it_began_with(train, trained):
@@ -191,9 +194,7 @@ def test_a_pattern_is_extended_part_by_part(train, straight):
     assert pe["pattern"] == ["local", "global"]
     assert pe["local"] == read_config(base)["pe"]["local"]
 
-    inherited = {"base": 500.0, "scale": 2.0, "original_len": 16}
-
-    assert pe["global"] == pe["global"] | inherited
+    assert pe["global"] == pe["global"] | {"base": 500.0, "scale": 2.0, "original_len": 16}
 
 
 def test_a_window_that_an_encoding_is_chosen_for_stays(train, straight):

@@ -90,8 +90,7 @@ def configurations(args: Arguments) -> tuple[Config, Config]:
     base = of_length(base_model(mine.init_from), mine.train_len)
     if base and args.entry:
         raise ConfigError("an entry trains from scratch: leave out init_from, or give the encoding as pe=NAME")
-    given = {"pe": args.against} if isinstance(args.against, str) else args.against
-    pe = taking_over(base, given, "against")
+    pe = taking_over(base, args.against, "against")
     if base and not mine.init_partial:
         readable(base, pe, remedy="init_partial=true starts from them all the same", dropping=True)
     against = trials.configuration(*asked.values(), pe=pe)

@@ -17,11 +17,11 @@ from ropewalk.app.resolve import (
     Options,
     base_model,
     completed,
+    for_weights_of,
     load_config,
     of_length,
     readable,
     resolve,
-    scaled_to,
     shared_options,
     variants,
     with_variants,
@@ -170,8 +170,7 @@ def evaluation(path: Path, trained: Options, pe: Options | None, asked: Options)
     """
     values = load_config(path).model_dump()
     # What is read is the network of model.json, which carries a checksum.
-    for key in ("model", "pe", "train_len"):
-        values[key] = trained[key]
+    values |= {key: trained[key] for key in ("model", "pe", "train_len")}
     evaluation = over(values["eval"], asked, typed(), "eval.")
     cfg = completed(values | {"eval": evaluation, "runs_dir": str(path.parent), "name": path.name})
     longest = max(cfg.eval.lengths)
@@ -184,8 +183,4 @@ def chosen_variant(trained: Options, pe: Options, longest: float | None = None) 
 
     Unless its scale was typed, it is that of the `longest` text, a multiple of train_len.
     """
-    chosen = encoding(pe)
-    options = over(shared_options(trained, chosen, _of_encoding(typed())), chosen, typed(), "pe.")
-    if longest and "pe.scale" not in typed():
-        options = scaled_to(longest, trained, options)
-    return variants(trained, [options])[0]
+    return variants(trained, [for_weights_of(trained, encoding(pe), _of_encoding(typed()), longest)])[0]

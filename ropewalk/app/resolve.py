@@ -348,18 +348,37 @@ def _common(parts: Mapping[str, Options], keys: Iterable[str], chosen: str) -> d
     return common
 
 
-def taking_over(trained: Options, given: Options, where: str = "pe") -> dict[str, Any]:
-    """Return all options of an encoding for the weights of a trained model: those `given` hold, else the model's own.
+def for_weights_of(
+    trained: Options, pe: Options, given: Collection[str], longest: float | None = None
+) -> dict[str, Any]:
+    """The options `pe` of an encoding that is to read a trained model: the `given` ones stay, others are the model's.
+
+    Args:
+        trained: as of `variants`.
+        given: the keys, with dots, that the user gave: on a command line (`chosen_variant`) or in a mapping.
+        longest: as of `variants`. A scale that was given stays.
+    """
+    options = over(shared_options(trained, pe, given), pe, given)
+    if longest and "scale" not in given:
+        options = scaled_to(longest, trained, options)
+    return options
+
+
+def taking_over(
+    trained: Options, spec: str | Options, where: str = "pe", longest: float | None = None
+) -> dict[str, Any]:
+    """Return all options of the encoding `spec`, which takes over those of a trained model that it does not give.
 
     Args:
         trained: as of `variants`; empty: there is no such model.
-        given: {pe: NAME, OPTION: VALUE, ...}; without `pe` all options already.
+        spec: as in `variants`.
         where: the key to name in messages.
     """
+    given = {"pe": spec} if isinstance(spec, str) else spec
     pe = encoding(given, where)
     if not trained or "pe" not in given:
         return pe
-    return over(shared_options(trained, pe, flatten(given)), pe, flatten(given))
+    return for_weights_of(trained, pe, flatten(given), longest)
 
 
 def variants(trained: Options, wanted: Iterable[str | Options], longest: float | None = None) -> list[dict[str, Any]]:
@@ -374,14 +393,8 @@ def variants(trained: Options, wanted: Iterable[str | Options], longest: float |
 
     Raises ConfigError: an encoding or option does not exist, or an encoding cannot read these weights.
     """
-    resolved = []
-    for spec in wanted:
-        given = {"pe": spec} if isinstance(spec, str) else spec
-        pe = taking_over(trained, given)
-        if longest and "pe" in given and "scale" not in given:
-            pe = scaled_to(longest, trained, pe)
-        resolved.append(readable(trained, pe, remedy="fine-tune with train.py init_from=... instead"))
-    return resolved
+    encodings = [taking_over(trained, spec, longest=longest) for spec in wanted]
+    return [readable(trained, pe, remedy="fine-tune with train.py init_from=... instead") for pe in encodings]
 
 
 def scaled_to(longest: float, trained: Options, pe: Options) -> dict[str, Any]:

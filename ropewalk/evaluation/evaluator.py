@@ -242,7 +242,9 @@ class Evaluator:
         # Reports look for the model's own reading by this label.
         variants = [(Variant(label=base["pe"]["name"], pe=base["pe"], scale=scale, zero_shot=is_other), encodings)]
         if network.pe == base["pe"]:
-            network = network.model_copy(update={"label": f"{network.pe['name']} at scale {network.scale:g}"})
+            # An infinite scale says that a training-free extension is active.
+            reading = "extended" if network.scale == math.inf else f"at scale {network.scale:g}"
+            network = network.model_copy(update={"label": f"{network.pe['name']} {reading}"})
         if is_other:
             variants.append((network, encodings_of_network))
         self._measure(Weights(run, 0, base["train_len"]), self.planned[:1], variants)

@@ -200,8 +200,7 @@ def _architecture(config: Any, arch: Architecture) -> GPTConfig:
     settings: dict[str, Any] = {ours: getattr(config, theirs, None) for ours, theirs in arch.settings.items()}
     settings["mlp"] = arch.activations.get(settings["mlp"], settings["mlp"])
     # transformers has no settings for these: an architecture has one value of each.
-    for key in ("norm", "norm_at", "qk_norm"):
-        settings[key] = arch.limits[f"model.{key}"][0]
+    settings |= {key: arch.limits[f"model.{key}"][0] for key in ("norm", "norm_at", "qk_norm")}
     settings["bias"] = _bias(config, arch)
     # A width of heads that is the default is left open, as in a configuration of our own.
     head_dim = settings.get("head_dim")

@@ -134,9 +134,13 @@ def _settings(config: Any, arch: Architecture, layer: Layer) -> dict[str, Any]:
 
 def _scaling(config: Any, settings: dict[str, Any], train_len: int) -> tuple[float, float]:
     """Return the length that a model was trained at before its scaling, if it has one, and how far that extends it."""
-    within, beside = settings.get(ORIGINAL), getattr(config, ORIGINAL, None)
+    within = settings.get(ORIGINAL)
+    beside = getattr(config, ORIGINAL, None)
     # Of LongRoPE it may stand beside the settings, which then have max_position_embeddings in its place.
-    original = (beside or within if settings["rope_type"] == "longrope" else within or beside) or train_len
+    if settings["rope_type"] == "longrope":
+        original = beside or within or train_len
+    else:
+        original = within or beside or train_len
     if float(original).is_integer():
         original = int(original)  # some files have 4096.0
     return original, float(settings.get("factor", train_len / original))

@@ -387,7 +387,8 @@ def _reading(row: Any) -> str:
     words = {
         BEFORE: row.is_start,
         f"read as {row.encoding}": row.is_own_start or (row.zero_shot and not row.own_pe and not row.is_start),
-        f"at scale {row.scale:g}": has_scale,
+        f"at scale {row.scale:g}": has_scale and row.scale < math.inf,
+        "extended": has_scale and row.scale == math.inf,  # by a training-free extension, to any length
         "(as trained)": has_scale and not row.zero_shot and not row.is_start,
         f"at step {row.step:,}": not row.last and not row.is_start,
     }

@@ -10,6 +10,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from html import escape
 from importlib.util import find_spec
 from typing import Any
@@ -52,14 +53,14 @@ class TensorBoard:
     def log_text(self, text: str, step: int) -> None:
         self.writer.add_text("samples", f"```\n{text}\n```", step)
 
-    def publish(self, runs: frame.Runs, table: pd.DataFrame, metrics: Mapping[str, float | str]) -> None:
+    def publish(self, runs: frame.Runs, table: pd.DataFrame) -> None:
         """Show what was configured and what came out as a row of HPARAMS, and curves over length."""
         from torch.utils.tensorboard.summary import hparams
 
         columns = {key: value for key, value in flatten(self.config).items() if not key.endswith("_target_")}
         # TensorBoard sorts the columns, capitals first, and shows only the first five unless asked.
         main = {"Data": columns["data.name"], "Encoding": columns["pe.name"], "Seed": columns["seed"]}
-        columns = main | {"Training length": columns["train_len"]} | columns | dict(metrics)
+        columns = main | {"Training length": columns["train_len"]} | columns | summary_metrics(table)
         cells = {key: cell if isinstance(cell, bool | int | float) else str(cell) for key, cell in columns.items()}
         # As a metric of HPARAMS each number would be a chart with one dot, too. The table needs a metric: one it has.
         for summary in hparams(cells, {"val/loss": 0.0}):
@@ -117,11 +118,11 @@ class Wandb:
 
         self.run.log({"samples": wandb.Html(f"<pre>{escape(text)}</pre>")}, step=step)
 
-    def publish(self, runs: frame.Runs, table: pd.DataFrame, metrics: Mapping[str, float | str]) -> None:
+    def publish(self, runs: frame.Runs, table: pd.DataFrame) -> None:
         """Show the results as a summary, curves over length, a table and the page."""
         import wandb
 
-        self.run.summary.update(dict(metrics))
+        self.run.summary.update(summary_metrics(table))
         # Without the rows over all seeds, which say the same of a single run.
         of_run = table.loc[table.seed.notna(), WANDB_COLUMNS]
         self.run.log({"eval/results": wandb.Table(dataframe=of_run.astype(object))})
@@ -133,11 +134,40 @@ class Wandb:
         self.run.finish(exit_code=int(status == "failed"))
 
 
+class OfLightning:
+    """A logger of `logger.trackers`, a Logger of Lightning's or a subclass, with the methods of the trackers above.
+
+    Lightning's loggers show numbers: they get no text, and of the results what is a number.
+    """
+
+    def __init__(self, cls: type, options: Mapping[str, Any], run: RunDir, config: dict[str, Any]) -> None:
+        self.logger = cls(**options)
+        self.logger.log_hyperparams(config)
+
+    def log_metrics(self, values: Mapping[str, Any], step: int) -> None:
+        self.logger.log_metrics(values, step)
+
+    def log_text(self, text: str, step: int) -> None:
+        """Show nothing."""
+
+    def publish(self, runs: frame.Runs, table: pd.DataFrame) -> None:
+        """Show the results at the last step, and curves over length."""
+        metrics = summary_metrics(table)
+        # MLflow has names without @.
+        numbers = {name.replace("@", " at "): value for name, value in metrics.items() if not isinstance(value, str)}
+        self.log_metrics(numbers, int(table.step.max()))
+        for length, values in length_curves(table).items():
+            self.log_metrics(values, length)
+
+    def finalize(self, status: str) -> None:
+        self.logger.finalize(status)
+
+
 OPEN: dict[str, Callable[[RunDir, dict[str, Any]], Any]] = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 
 def opener(run: RunDir, kind: str) -> Callable[[RunDir, dict[str, Any]], Any]:
-    """Return what opens a tracker of `logger.trackers`, a Logger of Lightning's or a subclass, as those of OPEN.
+    """Return what opens this tracker of `logger.trackers`, as those of OPEN are opened.
 
     Raises ValueError: there is no such class, or its constructor does not take these options.
     """
@@ -153,13 +183,7 @@ def opener(run: RunDir, kind: str) -> Callable[[RunDir, dict[str, Any]], Any]:
         inspect.signature(cls).bind(**options)
     except TypeError as error:
         raise ConfigError(f"{where}: {error}; it takes {inspect.signature(cls)}") from None
-
-    def opened(_: RunDir, config: dict[str, Any]) -> Any:
-        tracker = cls(**options)
-        tracker.log_hyperparams(config)
-        return tracker
-
-    return opened
+    return partial(OfLightning, cls, options)
 
 
 class Tracker:
@@ -182,8 +206,7 @@ class Tracker:
         for kind in [*self.open, *of_user]:
             if kind in PACKAGES and not find_spec(kind):
                 raise ValueError(f"logger={kind} needs a package: pip install {kind}")
-        for kind in of_user:
-            self.open[kind] = opener(run, kind)
+        self.open |= {kind: opener(run, kind) for kind in of_user}
         # By kind, on rank zero: None until it is opened. One that fails is taken out.
         self.trackers: dict[str, Any] = dict.fromkeys(self.open if is_rank_zero() else [])
 
@@ -216,34 +239,20 @@ class Tracker:
         """Show what the network writes, also on the terminal. It is in no file of the run, and so it is shown once."""
         if is_rank_zero():
             print(printable(text), flush=True)
-        # Loggers of Lightning's have no `log_text`.
-        self._each(lambda _, tracker: getattr(tracker, "log_text", _no_text)(text, step))
+        self._each(lambda _, tracker: tracker.log_text(text, step))
 
     def publish(self) -> None:
         """Show the results of a run that is complete."""
         self._each(self._publish)
 
-    def _publish(self, kind: str, tracker: Any) -> None:
+    def _publish(self, _: str, tracker: Any) -> None:
         runs = frame.load(self.run.path)
-        table = results(runs)
-        metrics = summary_metrics(table)
-        if kind in OPEN:
-            tracker.publish(runs, table, metrics)
-            return
-        # MLflow has names without @.
-        numbers = {name.replace("@", " at "): value for name, value in metrics.items() if not isinstance(value, str)}
-        tracker.log_metrics(numbers, int(table.step.max()))
-        for length, values in length_curves(table).items():
-            tracker.log_metrics(values, length)
+        tracker.publish(runs, results(runs))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         stopped = isinstance(error, SystemExit) and error.code in (STOPPED, INTERRUPTED)
         status = "success" if error is None or stopped else "failed"
         self._each(lambda _, tracker: tracker.finalize(status))
-
-
-def _no_text(text: str, step: int) -> None:
-    """What a tracker without `log_text` does with a text."""
 
 
 def _shown(name: str) -> str:

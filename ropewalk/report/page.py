@@ -121,8 +121,7 @@ def costs(rows: pd.DataFrame) -> Grid:
     is_read_otherwise = rows.zero_shot.astype(bool) | rows.line.str.startswith(START) | (rows.line == BEST_POSSIBLE)
     trained = rows[~is_read_otherwise].drop_duplicates("line").set_index("line")
     columns = {"differs in": trained.settings, "runs": trained.run}
-    for name, heading in COST_HEADINGS.items():
-        columns[heading] = trained[name].map("{:,.0f}".format, na_action="ignore")
+    columns |= {title: trained[name].map("{:,.0f}".format, na_action="ignore") for name, title in COST_HEADINGS.items()}
     return _grid("How the lines differ, their costs and runs", trained.reset_index(), columns)
 
 

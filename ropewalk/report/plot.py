@@ -14,7 +14,7 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from types import SimpleNamespace
 from typing import Any
@@ -121,7 +121,7 @@ def gain(
     most = max(FLOOR, over_seeds(rows[rows.line != BEST_POSSIBLE])[column].max())
     points = _against_length(ax, rows, column)
     points.loc[points.line == BEST_POSSIBLE, ["low", "high"]] = math.nan  # it is known
-    _draw(ax, points, _looks(rows, lines), _limits(points, (0, FLOOR), (-1.2 * most, 1.6 * most)), "{:+.2f}")
+    _draw(ax, points, _looks_in(rows, lines), _limits(points, (0, FLOOR), (-1.2 * most, 1.6 * most)), "{:+.2f}")
     return ax
 
 
@@ -152,7 +152,7 @@ def errors(
     points = _against_length(ax, rows, "value")
     # Every seed is on the axis: one that did not learn the task is not in the median.
     limits = _limits(points.assign(seed=None), (0, 1))
-    _draw(ax, points, _looks(rows, lines), limits, "{:.0f}")
+    _draw(ax, points, _looks_in(rows, lines), limits, "{:.0f}")
     return ax
 
 
@@ -193,31 +193,30 @@ def curves(
     Raises ValueError: there is no such line; NothingError: no run was validated several times.
     """
     _check(table, ["label", "section", "step", "tokens"], "ropewalk.curves")
-    validation = table.reindex(columns=["val/bits_per_byte", "val/error", "val/loss"])
-    is_recorded = validation.notna()
+    is_recorded = table.reindex(columns=["val/bits_per_byte", "val/error", "val/loss"]).notna()
     y = is_recorded.any().idxmax()  # the first that has a number; if none has, nothing was validated
     if table.step[is_recorded[y]].nunique() < 2:
         raise NothingError("nothing to draw: no run was validated several times")
-    # As rows of a long table over all seeds. Lines of several sections have other texts or lengths.
+    # Lines of several sections have other texts or lengths.
     label = table.label if table.section.nunique() == 1 else table.label + ", " + table.section
     recorded = pd.DataFrame({"line": label, "step": table.step, "x": table.tokens, "y": table[y]}).dropna()
-    rows = recorded.groupby(["line", "step"])[["x", "y"]].mean().reset_index()
-    rows = rows.assign(seed=None, low=math.nan, high=math.nan, reference=reference, zero_shot=False)
+    means = recorded.groupby(["line", "step"], as_index=False)[["x", "y"]].mean()
+    points = means.reindex(columns=POINT)  # over all seeds, without intervals
     if lines is None:
-        lines = [line for line in rows.line.unique() if line != reference]
-    looks = {line: look | {"marker": ""} for line, look in _looks(rows, lines).items()}
+        lines = [line for line in points.line.unique() if line != reference]
+    looks = {line: look | {"marker": ""} for line, look in _looks(points.line.unique(), lines, [reference]).items()}
     ax = dressed(ax)
     titled(ax, "In training: the mean over the seeds")
     ax.set_ylabel(y.replace("_", " "))
-    ax.set_xlim(0, rows.x.max())
+    ax.set_xlim(0, points.x.max())
     ax.xaxis.set_major_locator(ticker.MaxNLocator(4))
     ax.set_xlabel("training tokens")
     # The first validations are far above all that matters, and of many lines so is what diverged.
-    late = rows[rows.x >= rows.x.max() / 4]
-    limits = _limits(late, (rows.y.min(), rows.y.min() + FLOOR), (-math.inf, late.groupby("line").y.max().median()))
+    late = points[points.x >= points.x.max() / 4]
+    limits = _limits(late, (points.y.min(), points.y.min() + FLOOR), (-math.inf, late.groupby("line").y.max().median()))
     if y == "val/error":
-        limits = _limits(rows, (0, 1))
-    _draw(ax, rows[POINT], looks, limits, "{:.2f}")
+        limits = _limits(points, (0, 1))
+    _draw(ax, points, looks, limits, "{:.2f}")
     return ax
 
 
@@ -300,25 +299,30 @@ def dressed(ax: Axes | None) -> Axes:
     return ax
 
 
-def _looks(rows: pd.DataFrame, named: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    """Return how each line is drawn: the reference in ink, the named ones in colours, all others grey."""
-    named = list(chosen(rows) if named is None else named)[: len(LINES)]
-    unknown = set(named) - set(rows.line)
-    if unknown:
-        raise ValueError(f"lines={sorted(unknown)}: there is {', '.join(rows.line.unique())}")
-    looks: dict[str, dict[str, Any]] = {
-        line: {"color": LIGHT.grey, "linewidth": 1.0, "zorder": GREY, "marker": "."} for line in rows.line.unique()
-    }
-    for line, color, marker in zip(named, LINES, MARKERS, strict=False):
-        looks[line] = {"color": color, "linewidth": 1.8, "zorder": COLOURED, "marker": marker}
-    for line in looks.keys() & set(rows.reference):
-        looks[line] = {"color": LIGHT.ink, "linewidth": 2.4, "zorder": REFERENCE, "marker": "o"}
+def _looks_in(rows: pd.DataFrame, named: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    """Return the looks of all lines in rows of the long table, in which None names those of `chosen`."""
+    looks = _looks(rows.line.unique(), chosen(rows) if named is None else named, rows.reference.unique())
     for line in rows.line[rows.zero_shot.astype(bool)].unique():
         looks[line]["linestyle"] = (0, (4, 1.8))
     if BEST_POSSIBLE in looks:
         looks[BEST_POSSIBLE] |= {
             "color": LIGHT.muted, "linewidth": 1.6, "linestyle": (0, (1, 1.5)), "marker": "", "zorder": BEST,
         }  # fmt: skip
+    return looks
+
+
+def _looks(lines: Collection[str], named: Sequence[str], references: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Return how each line is drawn: the references in ink, the first of the `named` in colours, all others grey."""
+    unknown = set(named) - set(lines)
+    if unknown:
+        raise ValueError(f"lines={sorted(unknown)}: there is {', '.join(lines)}")
+    looks: dict[str, dict[str, Any]] = {
+        line: {"color": LIGHT.grey, "linewidth": 1.0, "zorder": GREY, "marker": "."} for line in lines
+    }
+    for line, color, marker in zip(named, LINES, MARKERS, strict=False):
+        looks[line] = {"color": color, "linewidth": 1.8, "zorder": COLOURED, "marker": marker}
+    for line in looks.keys() & set(references):
+        looks[line] = {"color": LIGHT.ink, "linewidth": 2.4, "zorder": REFERENCE, "marker": "o"}
     return looks
 
 

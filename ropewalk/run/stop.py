@@ -10,17 +10,10 @@ from collections.abc import Iterator
 STOPPED = 75  # exit code, os.EX_TEMPFAIL "try again later": a job script requeues on it and on no other
 INTERRUPTED = 130  # after Ctrl-C, as in shells
 PARENT = "ROPEWALK_PARENT"  # environment variable: process id of rank zero, for the ranks that it starts
-_began = time.monotonic()  # when the run of this process began: see `begin`
-
-
-def begin() -> None:
-    """Count a run's time from now on: a process, such as a notebook, may train several."""
-    global _began
-    _began = time.monotonic()
 
 
 @contextlib.contextmanager
-def noting_signals(minutes: float | None = None) -> Iterator[list[str]]:
+def noting_signals(deadline: float | None = None) -> Iterator[list[str]]:
     """Yield a list that gets the names of signals, which ask training to end after the current optimizer step.
 
     Inside the context SIGTERM and SIGUSR1, with which clusters announce the end of a job, and Ctrl-C do nothing else. A
@@ -28,7 +21,7 @@ def noting_signals(minutes: float | None = None) -> Iterator[list[str]]:
     job: it gets the signal when the context ends.
 
     Args:
-        minutes: after so many, since `begin`, SIGALRM is noted; None: never.
+        deadline: the time, as `time.monotonic` says it, at which SIGALRM is noted; None: never.
     """
     names: list[str] = []
 
@@ -41,15 +34,15 @@ def noting_signals(minutes: float | None = None) -> Iterator[list[str]]:
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if callable(signal.getsignal(signal.SIGUSR2)):
         numbers.append(signal.SIGUSR2)
-    if minutes is not None:
+    if deadline is not None:
         numbers.append(signal.SIGALRM)
     handlers = {number: signal.signal(number, note) for number in numbers}
-    if minutes is not None:
-        signal.setitimer(signal.ITIMER_REAL, max(1e-3, 60 * minutes - (time.monotonic() - _began)))
+    if deadline is not None:
+        signal.setitimer(signal.ITIMER_REAL, max(1e-3, deadline - time.monotonic()))
     try:
         yield names
     finally:
-        if minutes is not None:
+        if deadline is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in handlers.items():
             signal.signal(number, handler)

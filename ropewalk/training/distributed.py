@@ -155,12 +155,10 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
     from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-    # Both names: importing both packages, Lightning logs for the first through the second.
-    for name in ("lightning.fabric", "lightning.pytorch"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # Every few seconds Fabric's launcher looks for ranks that are gone and kills the others. It may be sooner than
-    # `_fail`, so it must be heard.
-    logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
+    # What Fabric says of each rank, and of all: in the second name if Lightning's Trainer is imported too. What its
+    # launcher says stays: it looks for ranks that are gone every few seconds, and may kill the others before `_fail`.
+    for module in ("fabric.utilities.distributed", "fabric.utilities.rank_zero", "pytorch.utilities.rank_zero"):
+        logging.getLogger(f"lightning.{module}").setLevel(logging.WARNING)
     try:
         fabric = Fabric(
             accelerator=hardware.device,

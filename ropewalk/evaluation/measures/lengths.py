@@ -64,7 +64,12 @@ def _optimum(data: Data, texts: EvalSet, n: int) -> np.ndarray | None:
 
 
 def by_position(data: Data, cfg: Config) -> Plan:
-    """Return the measure of the loss by position, in one pass at the longest length, in bins of equal width."""
+    """Return the measure of the loss by position, in one pass at the longest length, in bins of equal width.
+
+    It says where in a text an encoding breaks, such as right after train_len, at the end of a window or slowly. The
+    measure `lengths` cannot: it has few lengths, and scores the last tokens of each. Every bin has other tokens, so a
+    bin is compared with the same bin of another encoding, not with the bin before it.
+    """
     length = max(cfg.lengths)
     texts = data.fully_scored(length, cfg.eval.sequences)
     bins = torch.arange(length).chunk(BINS)
