@@ -35,7 +35,7 @@ BY_SEED = "by seed"  # in the place of a column: bits above the best possible lo
 FIRST = ("fox", "kerple", "alibi", "cope", "rope", "rope read as rerope", "rope read as yarn at scale 8")
 # Encodings of the board in README's table, and what it calls them.
 SHOWN = dict.fromkeys(["fox", "alibi", "fox_rope", "kerple", "nope", "rope"]) | {
-    "window": "rope that sees 64 tokens (the control)",
+    "window": "rope with a window of 64 (the control)",
     "yarn": "rope read as yarn",
 }
 COUNTER = "a counter of pairs, two numbers, no training"

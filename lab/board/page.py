@@ -18,7 +18,7 @@ Each encoding is trained in the same small network on texts of 64 tokens, each w
 symbols, order 1), and reads texts of 512. Its *score* is its gain there over the cut text, for chains that stay and
 chains that change together, in percent of the possible; the lowest is -100. *Ahead*: the score less that of the
 record's holder then, trained on the same seeds; its name stands where another holds the record now. *1x*: the loss at
-64 tokens above RoPE's, in bits. *Step* time and *parameters* are multiples of RoPE's.
+64 tokens above RoPE's, in bits, over other seeds than RoPE's. *Step* time and *parameters* are multiples of RoPE's.
 """
 ENTER = f"""\
 ## Enter
