@@ -10,6 +10,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("train", schema="conf.schema:Config")  # it checks the configuration, imports this file as `train`, calls `main`
 
+import math
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -59,8 +60,7 @@ def train(cfg: Config) -> None:
         ValueError, OSError: with the remedy. Mistakes of a user are found before the run directory is touched.
         SystemExit: stopped early, see `ropewalk.run.stop`.
     """
-    limit = cfg.trainer.time_limit  # of this run, in minutes: one process, such as a notebook, may train several
-    deadline = None if limit is None else time.monotonic() + 60 * limit
+    deadline = time.monotonic() + 60 * (cfg.trainer.time_limit or math.inf)  # a process may train several runs
     cfg, hardware = for_this_machine(cfg)
     tune(hardware.device, deterministic=cfg.trainer.deterministic)
     with distributed.launch(cfg.trainer, hardware) as fabric:
@@ -74,8 +74,8 @@ def train(cfg: Config) -> None:
         page.show_results(run)
 
 
-def finish(run: RunDir, fabric: "Fabric", hardware: Hardware, deadline: float | None) -> None:
-    """Train, until a `deadline` as of `noting_signals`, and evaluate what is still missing of a run."""
+def finish(run: RunDir, fabric: "Fabric", hardware: Hardware, deadline: float) -> None:
+    """Train, until the `deadline` as `time.monotonic` says it, and evaluate what is still missing of a run."""
     cfg = run.cfg
     # The vocabularies are compared before tokenising, which may take hours.
     data = build_data(cfg.data)
@@ -193,10 +193,10 @@ class Training:
                 checkpoints.take_over(base["source"], self.net, self.optimizer)
         return progress
 
-    def fit(self, run: RunDir, logger: Any, progress: checkpoints.Progress, deadline: float | None) -> None:
+    def fit(self, run: RunDir, logger: Any, progress: checkpoints.Progress, deadline: float) -> None:
         """Train from the step after `progress` to the last one; log, validate, measure and save where they are due.
 
-        Updates `progress`. After the `deadline`, as of `noting_signals`, it stops early.
+        Updates `progress`. After the `deadline`, as `time.monotonic` says it, it stops early.
 
         Raises:
             ValueError: the loss, its gradient or a weight is infinite or NaN.
@@ -209,13 +209,14 @@ class Training:
         totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.fabric.device)
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
-        with noting_signals(deadline) as signals, Screen(cfg, self.evaluator.tokens()) as screen:
+        with noting_signals() as signals, Screen(cfg, self.evaluator.tokens()) as screen:
             for step in range(progress.step + 1, t.max_steps + 1):
                 step_totals, norm = self.step(step, batches, self.schedule.at(step))
                 totals += step_totals
                 norms.append(norm)
 
-                due = self.due(step, time.perf_counter() - saved, told_to_stop=bool(signals), showing=screen.is_due())
+                told_to_stop = bool(signals) or time.monotonic() > deadline
+                due = self.due(step, time.perf_counter() - saved, told_to_stop=told_to_stop, showing=screen.is_due())
                 if due.logging or due.measuring or due.saving or due.showing:
                     # A GPU only queues steps. Reading their norms waits for them, and then the clock is read.
                     check_finite(self.net, norms, step, cfg.optim)
@@ -245,9 +246,11 @@ class Training:
                     break
 
             # Also after a signal during the last step or what followed it: all is saved, and measurements can wait.
-            stopped, interrupted = processes.any_rank(bool(signals), "SIGINT" in signals)
+            late = time.monotonic() > deadline
+            stopped, interrupted = processes.any_rank(bool(signals) or late, "SIGINT" in signals)
             if stopped:
-                reason = ", ".join(signals) or "another process was told to stop"
+                reasons = signals or (["trainer.time_limit"] if late else ["another process was told to stop"])
+                reason = ", ".join(reasons)
                 print(f"{reason}: stopped after step {progress.step}; rerun the same command to resume")
                 raise SystemExit(INTERRUPTED if interrupted else STOPPED)
 

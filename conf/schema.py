@@ -5,9 +5,9 @@ Each key is documented beside its default in the YAML files, and by --help. A co
 """
 
 from bisect import bisect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -296,34 +296,50 @@ def parse(schema: type[S], values: Any, prefix: str = "") -> S:
     Raises:
         ConfigError: a line for each key that is wrong.
     """
-    lines: dict[str, str] = {}
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        for detail in error.errors(include_url=False):
-            key, line = _explained(detail, values, prefix)
-            # Of a union pydantic reports every alternative; the first one stands for all.
-            lines.setdefault(key, line)
-    raise ConfigError("\n".join(lines.values()))
+        details = error.errors(include_url=False)
+    by_key: dict[str, list[Mapping[str, Any]]] = {}  # of a union pydantic reports every alternative
+    for detail in details:
+        keys, _ = _located(detail["loc"], values)
+        if detail["type"] == "missing":
+            keys.append(str(detail["loc"][-1]))
+        by_key.setdefault(".".join(keys), []).append(detail)
+    lines = [_explained(prefix + key, errors, values, schema) for key, errors in by_key.items()]
+    raise ConfigError("\n".join(lines))
 
 
-def _explained(error: Mapping[str, Any], values: Any, prefix: str) -> tuple[str, str]:
-    """Return the key that an error of pydantic's is about, and the line about it."""
-    keys, found = _located(error["loc"], values)
-    key = prefix + ".".join(keys)
+def _explained(key: str, errors: Sequence[Mapping[str, Any]], values: Any, schema: type[BaseModel]) -> str:
+    """Return the line about a key of which pydantic has reported these errors."""
+    first = errors[0]
+    keys, found = _located(first["loc"], values)
     value = found[-1]
-    match error["type"]:
+    match first["type"]:
         case "missing":
-            key = prefix + ".".join([*keys, str(error["loc"][-1])])
-            return key, f"{key} is missing"
+            return f"{key} is missing"
         case "extra_forbidden":
-            siblings = [name for name in found[-2] if name != keys[-1]]
-            return key, unknown_key(key, siblings)
+            return unknown_key(key, _section_at(keys[:-1], schema).model_fields)
         # A validator of a whole section, such as `GPTConfig._divisible`, names the keys itself.
         case "value_error" if isinstance(value, Mapping):
-            return key, str(error["ctx"]["error"])
-    message = error["msg"].replace("Input should", "it should").removeprefix("Value error, ")
-    return key, f"{key}={value!r}: {message}{answer(key, value)}"
+            return str(first["ctx"]["error"])
+    is_one_of = [error["msg"].partition("Input should be ")[2] for error in errors]
+    reason = "it should be " + " or ".join(filter(None, is_one_of))
+    if not is_one_of[0]:
+        reason = first["msg"].removeprefix("Value error, ")
+    return f"{key.rstrip('.') or 'the configuration'}={value!r}: {reason}{answer(key, value)}"
+
+
+def _section_at(keys: Iterable[str], schema: type[BaseModel]) -> type[BaseModel]:
+    """Return the class of the section to which `keys` lead in `schema`."""
+    for key in keys:
+        if key.isdigit():  # the number of a section in a list
+            continue
+        kind: Any = schema.model_fields[key].annotation
+        while get_args(kind):  # list[Stage], or Section | None
+            kind = get_args(kind)[0]
+        schema = kind
+    return schema
 
 
 def _located(location: Iterable[Any], values: Any) -> tuple[list[str], list[Any]]:

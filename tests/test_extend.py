@@ -232,8 +232,11 @@ def test_one_encoding_takes_over_what_all_layers_have_alike():
     alike, _ = resolve_encoding(encoding({"pe": "gemma3", "local": local, "global": local}), shape, 64)
     typed = {"pe": "yarn", "base": 700.0, "window": None}
 
-    with pytest.raises(ValueError, match=r"local and global .* different values of window, \[0.25, None\]"):
+    with pytest.raises(ValueError, match=r"differ in window .local: 0.25, global: None"):
         variants(net | {"pe": differ}, ["yarn"])
+    for wrong in ({"scale": 4}, {"local": {"window": 4}}):
+        with pytest.raises(ValueError, match="pe"):
+            variants(net | {"pe": differ}, [encoding("hybrid") | wrong])
     for parts, asked, expected in ((differ, typed, (700.0, None)), (alike, "yarn", (500.0, 4))):
         (read,) = variants(net | {"pe": parts}, [asked])
         assert (read["base"], read["window"]) == expected

@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from model.gpt import GPT
 from ropewalk.run.directory import steps_in
-from ropewalk.run.stop import INTERRUPTED, STOPPED
+from ropewalk.run.stop import INTERRUPTED, STOPPED, noting_signals
 
 STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 3, train_len: 8, pe: {base: 500}}]"
 HARD = (
@@ -234,9 +235,20 @@ def test_a_launcher_that_waits_for_sigusr2_gets_it_after_a_checkpoint(train, mon
 def test_a_time_limit_stops_after_a_checkpoint_and_the_same_command_resumes(train):
     outcome = train(*SHORT, "trainer.time_limit=1e-9", code=75)
 
-    assert "SIGALRM: stopped after step 1; " in outcome.out
+    assert "trainer.time_limit: stopped after step 1; " in outcome.out
     assert "resuming" in train(*SHORT).out
     assert (train.runs / "rope-text" / "training.json").exists()
+
+
+def test_signals_are_noted_in_the_main_thread_alone():
+    """In another one, as of a notebook's server, nothing is changed."""
+
+    def usable() -> bool:
+        with noting_signals() as signals:
+            return signals == []
+
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(usable).result()
 
 
 def test_a_time_limit_is_of_a_run_and_not_of_the_process(train, monkeypatch):

@@ -38,8 +38,10 @@ def attention(
     """
     n_batch, n_head, length, head_dim = q.shape
     # Tiles have powers of two, and matrix units take 16 channels or more.
-    room = max(16, triton.next_power_of_2(head_dim)) - head_dim
-    q, k, v = (F.pad(x, (0, room)).contiguous() for x in (q, k, v))
+    padding = max(16, triton.next_power_of_2(head_dim)) - head_dim
+    if padding:  # by 0 channels `pad` would copy
+        q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
+    q, k, v = (x.contiguous() for x in (q, k, v))
     first, last = (x.expand(n_batch, length).contiguous() for x in (first, last))
     if sinks is None:
         sinks = torch.full((n_head,), -torch.inf, device=q.device)

@@ -313,16 +313,21 @@ def shared_options(base: Options, chosen: Options, given: Collection[str]) -> di
     if pattern and set(pattern) <= position.parts(chosen).keys():
         shared["pattern"] = pattern
     for name, part in position.parts(chosen).items():
+        if not isinstance(part, Mapping):
+            continue  # `build_encodings` says what is wrong with it
         base_part = base_parts.get(name, base_parts.get(""))
-        if base_part is None:
-            open_keys = [key for key in part if f"{name}.{key}".lstrip(".") not in given and key not in _NOT_SHARED]
-            base_part = _common(base_parts, open_keys, chosen["name"])
+        own = {*_NOT_SHARED}
         # Each class chooses a near_window of its own, which does not matter to the weights.
-        own = () if base_part.get("_target_") == part["_target_"] else ("near_window",)
+        if base_part is None or base_part.get("_target_") != part.get("_target_"):
+            own.add("near_window")
+        if base_part is None:
+            prefix = f"{name}." if name else ""
+            open_keys = [key for key in part if prefix + key not in given and key not in own]
+            base_part = _common(base_parts, open_keys, chosen["name"])
         of_part = {}
         for key, value in base_part.items():
             # What the base leaves off, such as a window, does not decide: an encoding may be chosen for it.
-            if key in part and key not in (*_NOT_SHARED, *own) and value not in (None, "none"):
+            if key in part and key not in own and value not in (None, "none"):
                 of_part[key] = value
         if "original_len" in part:
             of_part["original_len"] = base_part.get("original_len") or base["original_len"]
@@ -331,20 +336,22 @@ def shared_options(base: Options, chosen: Options, given: Collection[str]) -> di
 
 
 def _common(parts: Mapping[str, Options], keys: Iterable[str], chosen: str) -> dict[str, Any]:
-    """Those options of a pattern, by `keys`, that all of its parts have alike.
+    """Those options of a pattern, by `keys`, on which all parts that have them agree.
 
-    Raises ConfigError: one differs, and the encoding `chosen` would lose it.
+    Raises ConfigError: two parts have different values, of which the encoding `chosen` would lose one.
     """
     common = {}
     for key in keys:
-        values = [part[key] for part in parts.values() if key in part]
-        if any(value != values[0] for value in values):
+        values = {name: part[key] for name, part in parts.items() if key in part}
+        if not values:
+            continue
+        common[key], *others = values.values()
+        if any(value != common[key] for value in others):
+            told = ", ".join(f"{name}: {value}" for name, value in values.items())
             raise ConfigError(
-                f"pe={chosen}: {' and '.join(parts)} of the model have different values of {key}, {values}: "
-                f"choose a pattern of such parts, as pe=hybrid is, or give pe.{key}=..."
+                f"pe={chosen}: the parts of the model differ in {key} ({told}): choose a pattern of such parts, as "
+                f"pe=hybrid is, or give pe.{key}=..."
             )
-        if values:
-            common[key] = values[0]
     return common
 
 

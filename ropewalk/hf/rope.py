@@ -98,7 +98,7 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
 
     settings = _settings(config, arch, layer)
     name, cls, counterparts = TYPES[settings["rope_type"]]
-    original, factor = _scaling(config, settings, shape.train_len)
+    original, factor = _original_len_and_factor(settings, shape.train_len)
     # One whose factor changes nothing is plain RoPE.
     if issubclass(cls, ScaledRotary) and factor == cls.unscaled:
         name, cls, counterparts = TYPES["default"]
@@ -120,6 +120,7 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
 
 def _settings(config: Any, arch: Architecture, layer: Layer) -> dict[str, Any]:
     """Return the `rope_parameters` of a layer, without None. Raises ValueError: their type is unknown here."""
+    config.standardize_rope_params()  # an original length that stands beside the settings moves into them
     settings = config.rope_parameters[layer.kind] if arch.by_kind else config.rope_parameters
     kind = settings["rope_type"]
     if kind not in TYPES:
@@ -132,15 +133,9 @@ def _settings(config: Any, arch: Architecture, layer: Layer) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if value is not None or key == "truncate"}
 
 
-def _scaling(config: Any, settings: dict[str, Any], train_len: int) -> tuple[float, float]:
+def _original_len_and_factor(settings: dict[str, Any], train_len: int) -> tuple[float, float]:
     """Return the length that a model was trained at before its scaling, if it has one, and how far that extends it."""
-    within = settings.get(ORIGINAL)
-    beside = getattr(config, ORIGINAL, None)
-    # Of LongRoPE it may stand beside the settings, which then have max_position_embeddings in its place.
-    if settings["rope_type"] == "longrope":
-        original = beside or within or train_len
-    else:
-        original = within or beside or train_len
+    original = settings.get(ORIGINAL) or train_len
     if float(original).is_integer():
         original = int(original)  # some files have 4096.0
     return original, float(settings.get("factor", train_len / original))

@@ -184,7 +184,7 @@ def curves(
 ) -> Axes:
     """Draw bits per byte, the error of a task or the loss in validation against the tokens of training.
 
-    The first of these that the runs recorded is drawn, as the mean over the seeds of each line.
+    The first of these that the runs recorded is drawn, as the mean over the seeds of each line, as far as all go.
 
     Args:
         table: as `ropewalk.curves` returns it.
@@ -199,23 +199,30 @@ def curves(
         raise NothingError("nothing to draw: no run was validated several times")
     # Lines of several sections have other texts or lengths.
     label = table.label if table.section.nunique() == 1 else table.label + ", " + table.section
-    recorded = pd.DataFrame({"line": label, "step": table.step, "x": table.tokens, "y": table[y]}).dropna()
-    means = recorded.groupby(["line", "step"], as_index=False)[["x", "y"]].mean()
+    recorded = pd.DataFrame({"line": label, "step": table.step, "x": table.tokens, "y": table[y]})
+    recorded = recorded.replace(math.inf, math.nan).dropna()  # a loss that has diverged is off the axis
+    of_steps = recorded.groupby(["line", "step"])
+    n_seeds = of_steps.size()
+    is_of_all = n_seeds == n_seeds.groupby("line").transform("max")
+    means = of_steps[["x", "y"]].mean()[is_of_all].reset_index()
     points = means.reindex(columns=POINT)  # over all seeds, without intervals
+    references = [*label[table.label == reference].unique()]
     if lines is None:
-        lines = [line for line in points.line.unique() if line != reference]
-    looks = {line: look | {"marker": ""} for line, look in _looks(points.line.unique(), lines, [reference]).items()}
+        lines = [line for line in points.line.unique() if line not in references]
+    looks = {line: look | {"marker": ""} for line, look in _looks(points.line.unique(), lines, references).items()}
     ax = dressed(ax)
     titled(ax, "In training: the mean over the seeds")
     ax.set_ylabel(y.replace("_", " "))
     ax.set_xlim(0, points.x.max())
     ax.xaxis.set_major_locator(ticker.MaxNLocator(4))
     ax.set_xlabel("training tokens")
-    # The first validations are far above all that matters, and of many lines so is what diverged.
-    late = points[points.x >= points.x.max() / 4]
-    limits = _limits(late, (points.y.min(), points.y.min() + FLOOR), (-math.inf, late.groupby("line").y.max().median()))
     if y == "val/error":
         limits = _limits(points, (0, 1))
+    else:
+        # The first validations are far above all that matters, and of many lines so is what diverged.
+        late = points[points.x >= points.x.max() / 4]
+        bounds = (-math.inf, late.groupby("line").y.max().median())
+        limits = _limits(late, (points.y.min(), points.y.min() + FLOOR), bounds)
     _draw(ax, points, looks, limits, "{:.2f}")
     return ax
 

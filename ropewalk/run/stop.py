@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import os
 import signal
-import time
+import threading
 from collections.abc import Iterator
 
 STOPPED = 75  # exit code, os.EX_TEMPFAIL "try again later": a job script requeues on it and on no other
@@ -13,17 +13,17 @@ PARENT = "ROPEWALK_PARENT"  # environment variable: process id of rank zero, for
 
 
 @contextlib.contextmanager
-def noting_signals(deadline: float | None = None) -> Iterator[list[str]]:
+def noting_signals() -> Iterator[list[str]]:
     """Yield a list that gets the names of signals, which ask training to end after the current optimizer step.
 
     Inside the context SIGTERM and SIGUSR1, with which clusters announce the end of a job, and Ctrl-C do nothing else. A
     second Ctrl-C ends the process at once. SIGUSR2 counts where a launcher waits for it, as submitit does to requeue a
-    job: it gets the signal when the context ends.
-
-    Args:
-        deadline: the time, as `time.monotonic` says it, at which SIGALRM is noted; None: never.
+    job: it gets the signal when the context ends. Outside the main thread, which alone gets signals, none is noted.
     """
     names: list[str] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield names
+        return
 
     def note(number: int, _: object) -> None:
         names.append(signal.Signals(number).name)
@@ -34,16 +34,10 @@ def noting_signals(deadline: float | None = None) -> Iterator[list[str]]:
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if callable(signal.getsignal(signal.SIGUSR2)):
         numbers.append(signal.SIGUSR2)
-    if deadline is not None:
-        numbers.append(signal.SIGALRM)
     handlers = {number: signal.signal(number, note) for number in numbers}
-    if deadline is not None:
-        signal.setitimer(signal.ITIMER_REAL, max(1e-3, deadline - time.monotonic()))
     try:
         yield names
     finally:
-        if deadline is not None:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if "SIGUSR2" in names:

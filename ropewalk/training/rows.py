@@ -52,19 +52,19 @@ def record(progress: Progress, cfg: Config, hardware: Hardware, validation: dict
 
 @rank_zero_only
 def check_rows(run: RunDir, progress: Progress) -> None:
-    """Raise ValueError if the rows do not fit the newest checkpoint, or a trained run has no checkpoint.
-
-    Nothing must be lost.
-    """
+    """Raise ValueError if the rows do not fit the newest checkpoint, or a trained run has no checkpoint."""
     # A run that was killed before its first checkpoint has later rows: it is trained anew, and writes them again.
-    rows = 0
+    n_rows = 0
     if run.metrics.exists():
-        rows = sum(row["step"] <= progress.step for row in read_metrics(run.path))
+        n_rows = sum(row["step"] <= progress.step for row in read_metrics(run.path))
     # A run of 0 steps is complete without a checkpoint.
     was_trained = (run.path / "training.json").is_file() and read_training(run.path)["steps"] > 0
-    if rows != progress.rows or (was_trained and not progress.step):
-        counts = f"metrics.jsonl has {rows} rows up to step {progress.step}, the newest checkpoint has {progress.rows}"
-        problem = counts if progress.step else "the run was trained, and has no checkpoint"
+    problem = ""
+    if was_trained and not progress.step:
+        problem = "the run was trained, and has no checkpoint"
+    elif n_rows != progress.rows:
+        problem = f"metrics.jsonl has {n_rows} rows up to step {progress.step}, the checkpoint has {progress.rows}"
+    if problem:
         raise ValueError(
             f"checkpoints or rows are missing: {problem}: "
             "restore the files, or delete the run and train again; scripts/evaluate.py measures a trained model"

@@ -1,5 +1,7 @@
 """Every YAML composes and builds, and the schema knows every key of it."""
 
+import re
+
 import pytest
 import torch
 import yaml
@@ -52,6 +54,23 @@ def test_misspelt_keys_and_values_of_another_type_are_found():
             completed(changed(values, f"{key}z", 1))
         with pytest.raises(ValueError, match=key):
             completed(changed(values, key, 5 if key == "optim.optimizer" else {"a": "mapping"}))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"trainer.devices": "all"}, "trainer.devices='all': it should be a valid integer or 'auto'"),
+        ({"objective": "gain"}, "objective='gain': it should be 'validation' or a valid number"),
+        ({"stages": [{"step": 2}]}, "stages.0.step: no such key; did you mean stages.0.steps?"),
+        ({"model": []}, "model=[]: it should be a valid dictionary"),
+    ],
+)
+def test_a_message_names_all_that_is_valid(values, message):
+    cfg = train_values()
+    for key, value in values.items():
+        cfg = changed(cfg, key, value)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        completed(cfg)
 
 
 def test_parts_of_a_pattern_are_encodings():

@@ -78,6 +78,34 @@ class Projected(PositionEncoding):
         return self.proj(q), k
 
 
+class Forgetful(PositionEncoding):
+    """NoPE with an option that it leaves open."""
+
+    def __init__(self, shape, *, reach: int | None = None, **options):
+        super().__init__(shape, **options)
+
+
+class Unshared(PositionEncoding):
+    """Adds to the token embeddings, with parameters of each layer's own."""
+
+    def __init__(self, shape, **options):
+        super().__init__(shape, **options)
+        self.added = torch.nn.Parameter(torch.zeros(shape.dim))
+
+    def embed(self, x, layout):
+        return x + self.added
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [(Forgetful, "Forgetful must keep what it has chosen as attributes: reach"), (Unshared, "shared = True")],
+)
+def test_what_a_class_forgets_is_said(cls, message, monkeypatch):
+    monkeypatch.setenv("ROPEWALK_PLUGINS", __name__)
+    with pytest.raises(ValueError, match=message):
+        build_gpt("nope", pe={"_target_": f"{__name__}.{cls.__name__}"})
+
+
 def test_the_encodings_of_a_stage_train_the_parameters_of_the_network(monkeypatch):
     """Also those of a module of their own."""
     monkeypatch.setenv("ROPEWALK_PLUGINS", __name__)

@@ -76,10 +76,11 @@ def test_every_rope_type_is_read_and_written(kind, variant, style, tmp_path):
 
 @pytest.mark.parametrize("original", [TOKENS // 4, float(TOKENS // 4)])
 @pytest.mark.parametrize(
-    ("kind", "section"), [("longrope", None), ("longrope", "rope_scaling"), ("yarn", "rope_scaling")]
+    ("kind", "section"),
+    [("longrope", None), ("longrope", "rope_scaling"), ("yarn", None), ("yarn", "rope_scaling"), ("llama3", None)],
 )
 def test_an_original_length_may_be_a_float_or_beside_the_settings(kind, section, original, tmp_path):
-    """As in models of Phi 3.5 that are published as Llama. The same length within the settings is the judge."""
+    """Beside them, as in models of Phi 3.5 that are published as Llama. The length within the settings is the judge."""
     model = hf_rope(kind)
     for name in ("usual", "other"):
         model.save_pretrained(tmp_path / name)

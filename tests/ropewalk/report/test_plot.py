@@ -1,6 +1,7 @@
 """Figures show the numbers of the table, words have room, and everyone can tell lines apart."""
 
 import io
+import math
 import re
 from itertools import combinations
 
@@ -210,6 +211,16 @@ def test_curves_are_means_over_the_seeds_and_end_on_the_axis():
     mean, *_ = of_colour(ax, plot.LINES[0])
     np.testing.assert_array_equal(mean.T, [4 * steps, steps + 1])
     assert ax.get_ylim()[1] > 9
+
+
+def test_curves_end_where_a_seed_ends_and_are_in_ink_in_every_section():
+    steps = np.arange(1.0, 9.0)
+    run = pd.DataFrame({"label": "rope", "section": "code", "step": steps, "tokens": 4 * steps, "val/loss": steps})
+    stopped = run.assign(**{"val/loss": np.where(steps < 7, steps, math.inf)})  # it has diverged
+    ax = plot.curves(pd.concat([run, stopped, run.assign(section="prose")]), plot.new())
+    prose, code = of_colour(ax, plot.LIGHT.ink)
+    assert code[:, 1].tolist() == [1, 2, 3, 4, 5, 6]
+    assert len(prose) == 8
 
 
 @pytest.mark.parametrize(
