@@ -30,7 +30,7 @@ from model.position.network import Encodings, metrics_of
 from model.size import flops_per_token, n_parameters
 from ropewalk.app.configure import configure
 from ropewalk.app.init_from import check_start, load_weights, made_of, vocab_size
-from ropewalk.app.resolve import base_model, for_this_machine, of_length, original_len
+from ropewalk.app.resolve import base_model, for_this_machine, original_len, with_windows_in_tokens
 from ropewalk.evaluation.evaluator import Evaluator, is_measured
 from ropewalk.evaluation.objective import objective
 from ropewalk.report import loggers, page
@@ -112,7 +112,7 @@ def finish(run: RunDir, fabric: "Fabric", hardware: Hardware, deadline: float) -
         with logger:
             # What the weights were worth before, unless some of them are new or none will change.
             if base and not progress.step and cfg.trainer.max_steps and not cfg.init_partial:
-                training.evaluator.measure_start(run, of_length(base, cfg.train_len))
+                training.evaluator.measure_start(run, with_windows_in_tokens(base, cfg.train_len))
             training.fit(run, logger, progress, deadline)
 
             # The final weights, what they are worth, and then the file that says that all is done.

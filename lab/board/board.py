@@ -130,16 +130,16 @@ def judged(entry: Entry, others: Collection[Verdict], commit: str, options: Sequ
     parameters, cost, reading = size_and_costs(sides[0])
     seeds = rules.drawn_seeds(commit)
     # At 1x every entry is compared with the first one, whose mean needs to be sure.
-    found = measured(sides, seeds[: rules.FEW] if holder else seeds)
-    if holder and rules.is_promising(*found):
+    measured = measure_sides(sides, seeds[: rules.FEW] if holder else seeds)
+    if holder and rules.is_promising(*measured):
         print("promising: more seeds decide whether it is a record", flush=True)
-        found = measured(sides, seeds)
+        measured = measure_sides(sides, seeds)
     return Verdict(
         entry=entry.folder.name, number=max((v.number for v in others), default=0) + 1,
         encoding=str(entry.pe["name"]), source=entry.source, commit=commit,
-        seeds=seeds[: len(found[0].gain[0])], lr=entry.lr, help=entry.help,
+        seeds=seeds[: len(measured[0].gain[0])], lr=entry.lr, help=entry.help,
         parameters=parameters, cost=cost, reading=reading,
-        measured=found[0], holder=holder, measured_of_holder=found[1] if holder else None, made_by=provenance(),
+        measured=measured[0], holder=holder, measured_of_holder=measured[1] if holder else None, made_by=provenance(),
     )  # fmt: skip
 
 
@@ -149,13 +149,13 @@ def configured(entry: Entry, options: Sequence[str]) -> Config:
     return trials.configuration(*TEXTS, *options, *network, f"optim.lr={entry.lr}", pe=entry.pe)
 
 
-def measured(sides: Sequence[Config], seeds: Sequence[int]) -> list[Measured]:
+def measure_sides(sides: Sequence[Config], seeds: Sequence[int]) -> list[Measured]:
     """What each of the sides measures with these seeds. Raises ConfigError: a side diverged, or reads the future."""
     result = []
-    losses = trials.measured([runs_of(side, seeds) for side in sides])
+    losses = trials.train_and_measure([runs_of(side, seeds) for side in sides])
     for side, of_side in zip(sides, losses, strict=True):
-        for run in runs_of(side, seeds[:1]):  # one of each kind of chains
-            check_causal(serialization.load(RunDir(run).path), run)
+        for cfg in runs_of(side, seeds[:1]):  # one of each kind of chains
+            check_causal(serialization.load(RunDir(cfg).path), cfg)
         bits = np.array([_bits(rows) for rows in of_side]).reshape(len(SWITCHES), len(seeds), -1)
         if not np.isfinite(bits).all():
             raise ConfigError(f"pe={side.pe['name']} ends in NaN or infinity: an entry needs a loss at both lengths")

@@ -38,8 +38,8 @@ def run_of(cfg: Config, **changes: Any) -> Config:
     cfg = cfg.model_copy(update=changes)
     values = flatten(cfg.model_dump())
     settings = {key: value for key, value in values.items() if not key.startswith((*FREE, "seed"))}
-    decides = checksum([settings, _source(cfg)])[:8]
-    name = f"{cfg.pe['name']}-{cfg.data['name']}-{decides}-s{cfg.seed}"
+    digest = checksum([settings, _source(cfg)])[:8]
+    name = f"{cfg.pe['name']}-{cfg.data['name']}-{digest}-s{cfg.seed}"
     return with_variants(cfg, [cfg.pe]).model_copy(update={"name": name})
 
 
@@ -54,15 +54,15 @@ def _source(cfg: Config) -> list[str]:
     return [inspect.getsource(sys.modules[module]) for module in sorted(modules)]
 
 
-def measured(sides: Sequence[Sequence[Config]]) -> list[list[Losses]]:
+def train_and_measure(runs_by_side: Sequence[Sequence[Config]]) -> list[list[Losses]]:
     """Return the losses of the runs of each side, after training, resuming or measuring those that are not complete.
 
     Raises ConfigError: some failed.
     """
-    failed = train_all([*itertools.chain(*sides)])
+    failed = train_all([*itertools.chain(*runs_by_side)])
     if failed:
         raise ConfigError(f"these runs have not ended: {', '.join(failed)}; rerun the same command to retry")
-    return [[losses(run) for run in side] for side in sides]
+    return [[losses(cfg) for cfg in runs] for runs in runs_by_side]
 
 
 def train_all(configs: Sequence[Config]) -> list[str]:
@@ -82,7 +82,7 @@ def train_all(configs: Sequence[Config]) -> list[str]:
     return [name for name, end in ended.items() if end.problem]
 
 
-def losses(run: Config) -> Losses:
+def losses(cfg: Config) -> Losses:
     """Return the losses of the encoding of a run of `run_of`, see `own_losses`, at train_len and the longest length."""
-    found = own_losses(RunDir(run))
-    return {length: found[length]["text"] for length in (run.train_len, max(run.lengths)) if length in found}
+    found = own_losses(RunDir(cfg))
+    return {length: found[length]["text"] for length in (cfg.train_len, max(cfg.lengths)) if length in found}

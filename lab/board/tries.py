@@ -13,7 +13,7 @@ from conf.schema import Config, Section
 from data.base import build_data
 from lab.board import board, judge, trials
 from ropewalk.app.compose import quoted
-from ropewalk.app.resolve import base_model, of_length, readable, taking_over
+from ropewalk.app.resolve import base_model, check_readable, options_for_model, with_windows_in_tokens
 from ropewalk.run.directory import RunDir, lock, read_file
 
 ENOUGH = 5  # seeds that still find something after many tries
@@ -38,10 +38,10 @@ def judged(args: Arguments) -> int:
     mine, against = configurations(args)
 
     seeds = list(range(mine.seed, mine.seed + args.seeds))
-    sides = [[trials.run_of(cfg, seed=seed) for seed in seeds] for cfg in (mine, against)]
-    path, number = begin(Path(args.runs_dir), *sides)
+    runs_by_side = [[trials.run_of(cfg, seed=seed) for seed in seeds] for cfg in (mine, against)]
+    path, number = begin(Path(args.runs_dir), *runs_by_side)
 
-    losses = trials.measured(sides)
+    losses = trials.train_and_measure(runs_by_side)
     samples = map(judge.read, losses)
     findings = judge.judge(*samples, train_len=mine.train_len, longest=max(mine.lengths), number=number)
     deciding, *_ = findings
@@ -63,7 +63,7 @@ def judged(args: Arguments) -> int:
         "encoding": mine.pe,
         "against": against.pe,
         "seeds": seeds,
-        "runs": [str(RunDir(run).path) for side in sides for run in side],
+        "runs": [str(RunDir(cfg).path) for runs in runs_by_side for cfg in runs],
     }
     write_json(path, verdict)
     print(verdict["sentence"])
@@ -87,12 +87,12 @@ def configurations(args: Arguments) -> tuple[Config, Config]:
     chosen = {"pe": board.load(Path(args.entry)).pe} if args.entry else {}
     mine = trials.configuration(*asked.values(), **chosen)
     # The options on the command line are those of `pe`; `against` has its own, and those of the model they start from.
-    base = of_length(base_model(mine.init_from), mine.train_len)
+    base = with_windows_in_tokens(base_model(mine.init_from), mine.train_len)
     if base and args.entry:
         raise ConfigError("an entry trains from scratch: leave out init_from, or give the encoding as pe=NAME")
-    pe = taking_over(base, args.against, "against")
+    pe = options_for_model(base, args.against, "against")
     if base and not mine.init_partial:
-        readable(base, pe, remedy="init_partial=true starts from them all the same", dropping=True)
+        check_readable(base, pe, remedy="init_partial=true starts from them all the same", dropping=True)
     against = trials.configuration(*asked.values(), pe=pe)
 
     if mine.pe == against.pe:
@@ -113,7 +113,7 @@ def begin(folder: Path, mine: Sequence[Config], against: Sequence[Config]) -> tu
 
     A try that is repeated keeps its number. Another encoding, option, source, seed or evaluation is another try.
     """
-    settings = [[run.name, run.eval.model_dump()] for run in [*mine, *against]]
+    settings = [[cfg.name, cfg.eval.model_dump()] for cfg in [*mine, *against]]
     path = folder / "verdicts" / f"{mine[0].pe['name']}-{checksum(settings)[:8]}.json"
     # Two tries at once must not get one number.
     with lock(path.parent):

@@ -16,15 +16,15 @@ from ropewalk.app.compose import composed, plain
 from ropewalk.app.resolve import (
     Options,
     base_model,
+    check_readable,
     completed,
-    for_weights_of,
     load_config,
-    of_length,
-    readable,
     resolve,
     shared_options,
     variants,
+    with_options_of,
     with_variants,
+    with_windows_in_tokens,
 )
 from ropewalk.run.directory import data_options, find
 from ropewalk.run.processes import started_by
@@ -75,7 +75,7 @@ def merged(config: DictConfig) -> dict[str, Any]:
     # Without training the weights stay those of their own length.
     if not values["trainer"]["max_steps"] and "train_len" not in chosen:
         values["train_len"] = base["train_len"]
-    base = of_length(base, values["train_len"])
+    base = with_windows_in_tokens(base, values["train_len"])
     of_model: dict[str, Any] = {"model": base["model"], "data": _tokenizer_of(source, values["data"])}
     if "pe" in chosen:
         of_model["pe"] = shared_options(base, values["pe"], _of_encoding(chosen))
@@ -159,7 +159,7 @@ def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
                 f"model.{key}={value} contradicts {source}, which has {theirs}: "
                 "leave it out, or take what fits with init_partial=true"
             )
-    readable(base, values["pe"], remedy="init_partial=true starts from them all the same", dropping=True)
+    check_readable(base, values["pe"], remedy="init_partial=true starts from them all the same", dropping=True)
 
 
 def evaluation(path: Path, trained: Options, pe: Options | None, asked: Options) -> Config:
@@ -173,14 +173,18 @@ def evaluation(path: Path, trained: Options, pe: Options | None, asked: Options)
     values |= {key: trained[key] for key in ("model", "pe", "train_len")}
     evaluation = over(values["eval"], asked, typed(), "eval.")
     cfg = completed(values | {"eval": evaluation, "runs_dir": str(path.parent), "name": path.name})
-    longest = max(cfg.eval.lengths)
-    chosen = [chosen_variant(trained, pe, longest)] if pe else variants(trained, cfg.eval.variants or [], longest)
+    longest_multiple = max(cfg.eval.lengths)
+    chosen = (
+        [chosen_variant(trained, pe, longest_multiple)]
+        if pe
+        else variants(trained, cfg.eval.variants or [], longest_multiple)
+    )
     return with_variants(cfg, chosen)
 
 
-def chosen_variant(trained: Options, pe: Options, longest: float | None = None) -> dict[str, Any]:
+def chosen_variant(trained: Options, pe: Options, longest_multiple: float | None = None) -> dict[str, Any]:
     """The encoding `pe` of a program's command line, as one of the `variants` of a trained model.
 
-    Unless its scale was typed, it is that of the `longest` text, a multiple of train_len.
+    Unless its scale was typed, it is that of a text of `longest_multiple` x train_len.
     """
-    return variants(trained, [for_weights_of(trained, encoding(pe), _of_encoding(typed()), longest)])[0]
+    return variants(trained, [with_options_of(trained, encoding(pe), _of_encoding(typed()), longest_multiple)])[0]

@@ -162,13 +162,14 @@ def _resolve_stage(cfg: Config, stage: Stage, net: GPT) -> Stage:
         raise ConfigError(f"stages: train_len={stage.train_len} must divide train_len={cfg.train_len}")
     # A stage may give some options of a pattern's part: the others stay.
     pe, stage_net = resolve_encoding(over(stage.pe, cfg.pe), cfg.model, stage.train_len)
-    if _kinds(stage_net) != _kinds(net) or serialization.mismatched_tensors(stage_net, net.state_dict()):
+    fits = _sharing_and_classes(stage_net) == _sharing_and_classes(net)
+    if not fits or serialization.mismatched_tensors(stage_net, net.state_dict()):
         raise ConfigError(f"stages: pe={stage.pe} gives another class or other parameters than pe={cfg.pe['name']}")
     _check_positions(cfg, stage_net)
     return stage.model_copy(update={"pe": pe})
 
 
-def _kinds(net: GPT) -> list[tuple[int, type]]:
+def _sharing_and_classes(net: GPT) -> list[tuple[int, type]]:
     """Which layers share an encoding, and of which class."""
     return [(net.encodings.index(pe), type(pe)) for pe in net.encodings]
 
@@ -276,7 +277,7 @@ def base_model(source: str | None) -> dict[str, Any]:
     return description | {"source": source}
 
 
-def of_length(base: Options, train_len: int) -> Options:
+def with_windows_in_tokens(base: Options, train_len: int) -> Options:
     """The model `base`, from which a run with this train_len starts: of another length, its windows are in tokens.
 
     As shares they would be of the run's length, and the run would not begin with what the model has learned.
@@ -296,13 +297,13 @@ def original_len(cfg: Config, base: Options) -> int:
     return max(own_len, base.get("original_len", 0))
 
 
-def shared_options(base: Options, chosen: Options, given: Collection[str]) -> dict[str, Any]:
+def shared_options(base: Options, chosen: Options, given_keys: Collection[str]) -> dict[str, Any]:
     """The options of the encoding `chosen` that the encoding of the model `base` decides, part by part of a pattern.
 
     A pattern of the same parts has them in the same layers.
 
     Args:
-        given: the keys of `chosen` that the user gave, with dots.
+        given_keys: those of `chosen` that the user gave, with dots.
 
     Raises ConfigError: of a part that the base does not have, an option would have to be that of several parts.
     """
@@ -322,7 +323,7 @@ def shared_options(base: Options, chosen: Options, given: Collection[str]) -> di
             own.add("near_window")
         if base_part is None:
             prefix = f"{name}." if name else ""
-            open_keys = [key for key in part if prefix + key not in given and key not in own]
+            open_keys = [key for key in part if prefix + key not in given_keys and key not in own]
             base_part = _common(base_parts, open_keys, chosen["name"])
         of_part = {}
         for key, value in base_part.items():
@@ -335,10 +336,10 @@ def shared_options(base: Options, chosen: Options, given: Collection[str]) -> di
     return shared.get("", shared)
 
 
-def _common(parts: Mapping[str, Options], keys: Iterable[str], chosen: str) -> dict[str, Any]:
+def _common(parts: Mapping[str, Options], keys: Iterable[str], pe_name: str) -> dict[str, Any]:
     """Those options of a pattern, by `keys`, on which all parts that have them agree.
 
-    Raises ConfigError: two parts have different values, of which the encoding `chosen` would lose one.
+    Raises ConfigError: two parts have different values, of which the encoding `pe_name` would lose one.
     """
     common = {}
     for key in keys:
@@ -349,30 +350,30 @@ def _common(parts: Mapping[str, Options], keys: Iterable[str], chosen: str) -> d
         if any(value != common[key] for value in others):
             told = ", ".join(f"{name}: {value}" for name, value in values.items())
             raise ConfigError(
-                f"pe={chosen}: the parts of the model differ in {key} ({told}): choose a pattern of such parts, as "
+                f"pe={pe_name}: the parts of the model differ in {key} ({told}): choose a pattern of such parts, as "
                 f"pe=hybrid is, or give pe.{key}=..."
             )
     return common
 
 
-def for_weights_of(
-    trained: Options, pe: Options, given: Collection[str], longest: float | None = None
+def with_options_of(
+    trained: Options, pe: Options, given_keys: Collection[str], longest_multiple: float | None = None
 ) -> dict[str, Any]:
-    """The options `pe` of an encoding that is to read a trained model: the `given` ones stay, others are the model's.
+    """The options `pe` of an encoding that is to read a trained model: `given_keys` stay, all others are the model's.
 
     Args:
         trained: as of `variants`.
-        given: the keys, with dots, that the user gave: on a command line (`chosen_variant`) or in a mapping.
-        longest: as of `variants`. A scale that was given stays.
+        given_keys: with dots, those that the user gave: on a command line (`chosen_variant`) or in a mapping.
+        longest_multiple: as of `variants`. A scale that was given stays.
     """
-    options = over(shared_options(trained, pe, given), pe, given)
-    if longest and "scale" not in given:
-        options = scaled_to(longest, trained, options)
+    options = over(shared_options(trained, pe, given_keys), pe, given_keys)
+    if longest_multiple and "scale" not in given_keys:
+        options = scaled_to(longest_multiple, trained, options)
     return options
 
 
-def taking_over(
-    trained: Options, spec: str | Options, where: str = "pe", longest: float | None = None
+def options_for_model(
+    trained: Options, spec: str | Options, where: str = "pe", longest_multiple: float | None = None
 ) -> dict[str, Any]:
     """Return all options of the encoding `spec`, which takes over those of a trained model that it does not give.
 
@@ -385,10 +386,12 @@ def taking_over(
     pe = encoding(given, where)
     if not trained or "pe" not in given:
         return pe
-    return for_weights_of(trained, pe, flatten(given), longest)
+    return with_options_of(trained, pe, flatten(given), longest_multiple)
 
 
-def variants(trained: Options, wanted: Iterable[str | Options], longest: float | None = None) -> list[dict[str, Any]]:
+def variants(
+    trained: Options, wanted: Iterable[str | Options], longest_multiple: float | None = None
+) -> list[dict[str, Any]]:
     """Return all options of the encodings `wanted`, which read the weights of a trained model zero-shot.
 
     Options that are not given are those of the trained encoding, where it has them.
@@ -396,22 +399,22 @@ def variants(trained: Options, wanted: Iterable[str | Options], longest: float |
     Args:
         trained: model, pe, train_len and original_len of the trained model, as in model.json.
         wanted: each a name, {pe: NAME, OPTION: VALUE, ...}, or all options already.
-        longest: the longest text, a multiple of train_len, which decides the scale; None: as in the YAML.
+        longest_multiple: the longest text / train_len, which decides the scale; None: as in the YAML.
 
     Raises ConfigError: an encoding or option does not exist, or an encoding cannot read these weights.
     """
-    encodings = [taking_over(trained, spec, longest=longest) for spec in wanted]
-    return [readable(trained, pe, remedy="fine-tune with train.py init_from=... instead") for pe in encodings]
+    encodings = [options_for_model(trained, spec, longest_multiple=longest_multiple) for spec in wanted]
+    return [check_readable(trained, pe, remedy="fine-tune with train.py init_from=... instead") for pe in encodings]
 
 
-def scaled_to(longest: float, trained: Options, pe: Options) -> dict[str, Any]:
-    """The options `pe` with the scale, if it has one, that a text of `longest` times the training length needs."""
+def scaled_to(longest_multiple: float, trained: Options, pe: Options) -> dict[str, Any]:
+    """The options `pe` with the scale, if it has one, that a text of `longest_multiple` x train_len needs."""
     if pe.get("scale", 1) <= 1:  # dynamic_ntk's is 1 for any length
         return {**pe}
-    return {**pe, "scale": max(1.0, longest * trained["train_len"] / pe["original_len"])}
+    return {**pe, "scale": max(1.0, longest_multiple * trained["train_len"] / pe["original_len"])}
 
 
-def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = False) -> dict[str, Any]:
+def check_readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = False) -> dict[str, Any]:
     """Return all options of the encoding `pe`, which is to read the weights of the trained model.
 
     With `dropping` NoPE may take over, in some layers or all, from an encoding without parameters, to be trained on:
