@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from conf.foreign import answer
+from conf.foreign import foreign_hint
 
 
 class ConfigError(ValueError):
@@ -17,7 +17,7 @@ def unknown_key(key: str, siblings: Iterable[str]) -> str:
     Else it names the nearest of the keys `siblings`, which do exist, or all of them.
     """
     parent, dot, word = key.rpartition(".")
-    hint = answer(key) or nearest(word, siblings, parent + dot)
+    hint = foreign_hint(key) or nearest(word, siblings, parent + dot)
     return f"{key}: no such key{hint}"
 
 

@@ -150,7 +150,7 @@ FOREIGN = {
 }
 
 
-def answer(key: str, value: object = None) -> str:
+def foreign_hint(key: str, value: object = None) -> str:
     """Return what a foreign key, or a foreign value of a key of ours, is here, to be added to a message."""
     word = key.rpartition(".")[2]
     names = [key, word] if value is None else [f"{word}={value}", f"{word}={type(value).__name__}"]

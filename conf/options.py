@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from conf.errors import ConfigError, nearest, unknown_key
-from conf.foreign import answer
+from conf.foreign import foreign_hint
 
 CONF_DIR = Path(__file__).resolve().parent
 
@@ -56,7 +56,7 @@ def options_of(group: str, name: str) -> dict[str, Any]:
 
 def no_such_option(group: str, name: str, known: Sequence[str] = ()) -> str:
     """The message about an option that no file of its group has, as in pe=yarm."""
-    hint = answer(group, name) or nearest(name, known or names(group))
+    hint = foreign_hint(group, name) or nearest(name, known or names(group))
     if group == "experiment" and name in names("data"):
         hint = f"; data={name} brings settings that suit it"
     return f"{group or '--config-name'}={name}: no such option{hint}"

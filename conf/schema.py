@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from conf.errors import ConfigError, unknown_key
-from conf.foreign import answer
+from conf.foreign import foreign_hint
 
 # This package imports nothing of ours, so that every module may import the section that it reads.
 
@@ -223,14 +223,14 @@ class Config(Section):
     eval: Eval
     logger: Logger
 
-    def stage_of(self, step: int) -> int:
-        """The stage that optimizer step `step` belongs to, both counted from 0; len(stages) after the last stage."""
-        return bisect([*accumulate(stage.steps for stage in self.stages)], step)
+    def stage_of(self, steps_done: int) -> int:
+        """The stage, counted from 0, of the step after `steps_done` steps; len(stages) after the last stage."""
+        return bisect([*accumulate(stage.steps for stage in self.stages)], steps_done)
 
-    def batch_shape(self, step: int) -> tuple[int, int]:
-        """Sequences in optimizer step `step`, counted from 0, and tokens of each."""
+    def batch_shape(self, steps_done: int) -> tuple[int, int]:
+        """Sequences in the optimizer step after `steps_done` steps, and tokens of each."""
         # Shorter sequences are more, so that every step has the same number of tokens.
-        length = self.train_lengths[self.stage_of(step)]
+        length = self.train_lengths[self.stage_of(steps_done)]
         return self.trainer.batch_size * self.train_len // length, length
 
     @property
@@ -258,7 +258,7 @@ class Config(Section):
 
 # Keys in the files of older versions, each with the only value that is accepted, which did nothing or is what is always
 # done now. `...`: any value is accepted, as none changed the results.
-GONE = {
+REMOVED_KEYS = {
     "data.lengths": None,
     "data.min_tokens": 0,
     "dry_run": ...,
@@ -276,16 +276,16 @@ GONE = {
 }
 
 
-def without_gone(values: Any, prefix: str = "") -> Any:
-    """Return the values of a file without the keys that are gone. Raises ConfigError: one of them did something."""
+def without_removed(values: Any, prefix: str = "") -> Any:
+    """Return the values of a file without REMOVED_KEYS. Raises ConfigError: one of them did something."""
     if not isinstance(values, Mapping):
         return values
     kept = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if name not in GONE:
-            kept[key] = without_gone(value, f"{name}.")
-        elif GONE[name] not in (..., value):
+        if name not in REMOVED_KEYS:
+            kept[key] = without_removed(value, f"{name}.")
+        elif REMOVED_KEYS[name] not in (..., value):
             raise ConfigError(f"{name}={value} is no longer supported; version 0.2 has it")
     return kept
 
@@ -327,7 +327,7 @@ def _explained(key: str, errors: Sequence[Mapping[str, Any]], values: Any, schem
     reason = "it should be " + " or ".join(filter(None, is_one_of))
     if not is_one_of[0]:
         reason = first["msg"].removeprefix("Value error, ")
-    return f"{key.rstrip('.') or 'the configuration'}={value!r}: {reason}{answer(key, value)}"
+    return f"{key.rstrip('.') or 'the configuration'}={value!r}: {reason}{foreign_hint(key, value)}"
 
 
 def _section_at(keys: Iterable[str], schema: type[BaseModel]) -> type[BaseModel]:

@@ -53,29 +53,29 @@ def micro_batch_size(batch_size: int, grad_accum_steps: int, world_size: int) ->
 
 
 def batch_indices(
-    step: int, *, batch_size: int, grad_accum_steps: int = 1, rank: int = 0, world_size: int = 1
+    steps_done: int, *, batch_size: int, grad_accum_steps: int = 1, rank: int = 0, world_size: int = 1
 ) -> list[range]:
-    """Global sample indices of this rank's micro-batches in optimizer step `step`, the first step being 0.
+    """Global sample indices of this rank's micro-batches in the optimizer step after `steps_done` steps.
 
-    The step takes samples step * batch_size .. (step + 1) * batch_size - 1 in equal micro-batches, of which number
-    m * world_size + rank is the m-th of this rank: neither gradient accumulation nor the number of processes changes
-    what a step sees. Raises ValueError if the batch cannot be divided equally.
+    It takes samples steps_done * batch_size .. (steps_done + 1) * batch_size - 1 in equal micro-batches, of which
+    number m * world_size + rank is the m-th of this rank: neither gradient accumulation nor the number of processes
+    changes what a step sees. Raises ValueError if the batch cannot be divided equally.
     """
     size = micro_batch_size(batch_size, grad_accum_steps, world_size)
-    starts = [step * batch_size + (m * world_size + rank) * size for m in range(grad_accum_steps)]
+    starts = [steps_done * batch_size + (m * world_size + rank) * size for m in range(grad_accum_steps)]
     return [range(start, start + size) for start in starts]
 
 
 def micro_batches(
-    data: Data, shape: Callable[[int], tuple[int, int]], seed: int, *, start_step: int = 0, pin_memory: bool = False,
-    **division: int,
+    data: Data, batch_shape: Callable[[int], tuple[int, int]], seed: int, *, start_step: int = 0,
+    pin_memory: bool = False, **division: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """This rank's micro-batches from optimizer step `start_step`, counted from 0, on, endlessly.
 
     A thread prepares the next micro-batch while the caller works on this one.
 
     Args:
-        shape: optimizer step -> sequences in the step, and their length.
+        batch_shape: steps done -> sequences in the next optimizer step, and their length.
         division: grad_accum_steps, rank and world_size, as for `batch_indices`.
 
     Yields:
@@ -84,9 +84,9 @@ def micro_batches(
 
     # Samples are numbered for the whole run, so the data need no state: any step can be asked for at once.
     def requests() -> Iterator[tuple[range, int]]:
-        for step in count(start_step):
-            batch_size, length = shape(step)
-            for indices in batch_indices(step, batch_size=batch_size, **division):
+        for steps_done in count(start_step):
+            batch_size, length = batch_shape(steps_done)
+            for indices in batch_indices(steps_done, batch_size=batch_size, **division):
                 yield indices, length
 
     def read(indices: range, length: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from model import position
 from model.attention import Context, exactly, recomputed
 from model.cache import Cache
 from model.layout import IGNORE_INDEX, WHOLE, Layout
-from model.mix import OLD_NAME, Mix
+from model.mix import CONV_OLD_NAME, Mix
 from model.position import PositionEncoding, Shape
 from model.position.layer import init_parameters
 
@@ -302,7 +302,9 @@ class GPT(nn.Module):
                 continue
             values = torch.zeros(p.shape)  # of one parameter at a time
             if name.endswith("mix.conv"):  # as PyTorch's Conv1d: uniform up to 1 / sqrt(tokens)
-                nn.init.kaiming_uniform_(values, math.sqrt(5), generator=generator(name.replace("mix.conv", OLD_NAME)))
+                nn.init.kaiming_uniform_(
+                    values, math.sqrt(5), generator=generator(name.replace("mix.conv", CONV_OLD_NAME))
+                )
             elif name.endswith(("attn.out.weight", "mlp.down.weight")):
                 nn.init.normal_(values, 0.0, residual_std, generator(name))
             elif p.ndim > 1:

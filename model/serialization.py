@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from conf.files import announce, read_json, refuse_link, sealed, sha256, unsealed, write_bytes, write_json
-from conf.schema import GPTConfig, parse, without_gone
+from conf.schema import GPTConfig, parse, without_removed
 from model import position
 from model.gpt import GPT
-from model.mix import OLD_NAME
+from model.mix import CONV_OLD_NAME
 
 FORMAT = 2
 WEIGHTS = "model.safetensors"
@@ -71,7 +71,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
     try:
         is_sealed = "checksum" in description
         description = unsealed(description, remedy=": restore it")
-        cfg = parse(GPTConfig, without_gone(description["model"], "model."))
+        cfg = parse(GPTConfig, without_removed(description["model"], "model."))
         lengths = description["train_len"], description["original_len"]
         description |= {"model": cfg.model_dump(), "tokenizer": dict(description["tokenizer"] or {})}
         description["pe"]["name"] = str(description["pe"]["name"])
@@ -154,7 +154,7 @@ def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     A checkpoint's names end in that of a moment, too.
     """
-    return {name.replace(f"attn.{OLD_NAME}", "attn.mix.conv"): tensor for name, tensor in tensors.items()}
+    return {name.replace(f"attn.{CONV_OLD_NAME}", "attn.mix.conv"): tensor for name, tensor in tensors.items()}
 
 
 def mismatched_tensors(net: GPT, weights: dict[str, Tensor]) -> list[str]:

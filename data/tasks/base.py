@@ -17,9 +17,9 @@ from data.base import IGNORE_INDEX, Data, EvalSet, hash_texts
 from data.sampler import splitmix
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment
-MOST = 2**16  # the largest value of options that are numbers
-Size = Annotated[int, Field(ge=1, le=MOST)]
-Symbols = Annotated[int, Field(ge=2, le=MOST)]  # how many different ones
+MAX_OPTION = 2**16  # the largest value of options that are numbers
+Size = Annotated[int, Field(ge=1, le=MAX_OPTION)]
+Symbols = Annotated[int, Field(ge=2, le=MAX_OPTION)]  # how many different ones
 Share = Annotated[float, Field(ge=0, le=1)]
 PAD = "-"  # fills what a sequence leaves free at its end; never scored
 Draw = Callable[..., list[np.ndarray]]  # numbers of columns -> uniforms, [B, columns] each
@@ -42,7 +42,7 @@ def uniforms(stream: str, indices: Sequence[int], *columns: int) -> list[np.ndar
     return np.split(numbers, np.cumsum(columns)[:-1], axis=1)
 
 
-def smallest(draws: np.ndarray, n: int) -> np.ndarray:
+def argsmallest(draws: np.ndarray, n: int) -> np.ndarray:
     """Places of the `n` smallest numbers in each row of `draws`, the smallest first: [rows, n]."""
     # Sorting only the n chosen ones saves most of the time where a text chooses few of many keys.
     places = np.argpartition(draws, n - 1, axis=1)[:, :n]  # in any order
@@ -52,7 +52,7 @@ def smallest(draws: np.ndarray, n: int) -> np.ndarray:
 
 def choose(draws: np.ndarray, n: int) -> np.ndarray:
     """Places of `n` of the columns in each row of `draws`, ascending, each choice equally probable: [rows, n]."""
-    return np.sort(smallest(draws, n), axis=1)
+    return np.sort(argsmallest(draws, n), axis=1)
 
 
 def next_tokens(tokens: np.ndarray, is_target: np.ndarray) -> Sequences:

@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from conf.schema import Count
-from data.tasks.base import MOST, Draw, Sequences, Share, Size, Symbols, Task, choose, next_tokens, smallest
+from data.tasks.base import MAX_OPTION, Draw, Sequences, Share, Size, Symbols, Task, argsmallest, choose, next_tokens
 
 
 @dataclass(kw_only=True, eq=False)
@@ -38,10 +38,10 @@ class Recall(Task):
     def __post_init__(self) -> None:
         possible = self.keys**self.key_len
         # The keys of a text are different, and it draws one random number for each possible key.
-        if not self.pairs <= possible <= MOST:
+        if not self.pairs <= possible <= MAX_OPTION:
             raise ValueError(
                 f"data.pairs={self.pairs}: data.key_len={self.key_len} of data.keys={self.keys} makes {possible:,} "
-                f"keys, which must be at least as many, and at most {MOST:,}"
+                f"keys, which must be at least as many, and at most {MAX_OPTION:,}"
             )
 
     @property
@@ -89,7 +89,7 @@ class Recall(Task):
 
     def _pairs(self, key_draw: np.ndarray, value_draw: np.ndarray, n: int) -> np.ndarray:
         """The tokens of `n` pairs of different keys and any values: int64 [B, n, key_len + value_len]."""
-        number = smallest(key_draw, n)[..., None]  # of each key among all, [B, n, 1]
+        number = argsmallest(key_draw, n)[..., None]  # of each key among all, [B, n, 1]
         place_value = self.keys ** np.arange(self.key_len)
         key = number // place_value % self.keys  # its digits, [B, n, key_len]
         value = (value_draw * self.values).astype(np.int64).reshape(-1, n, self.value_len)

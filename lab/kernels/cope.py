@@ -137,7 +137,7 @@ def forward_kernel(
     i0 = tl.program_id(0) * BM
     b, h, head, kv_head = numbers_of_heads(G)
     at_table = x.extra[0] + head * T * P
-    first = x.first + b * T
+    first = x.first_key + b * T
     i = i0 + tl.arange(0, BM)
     q_tile = load_rows(x.q, head, i, T, D)
     first_key = tl.load(first + i, mask=i < T, other=T + BN)  # queries beyond the end see no key
@@ -197,7 +197,7 @@ def queries_kernel(
     b, h, head, kv_head = numbers_of_heads(G)
     at_table = x.extra[0] + head * T * P
     at_table_grad += head * T * P
-    first = x.first + b * T
+    first = x.first_key + b * T
     i = i0 + tl.arange(0, BM)
     place = head * tl.cdiv(T, BN) * C + i - carried.start  # in `counts` and `moves`, of tile 0
     q_tile = load_rows(x.q, head, i, T, D)
@@ -298,8 +298,8 @@ def keys_kernel(
     v_acc = load_rows(v_grad, kv_head, j, T, D)
 
     start = carried.start
-    # `last` ascends: the last key of the tile is seen by the latest query.
-    stop = tl.minimum(tl.load(x.last + b * T + tl.minimum(tile * BN + BN - 1, T - 1)) + 1, start + C)
+    # `last_query` ascends: the last key of the tile is seen by the latest query.
+    stop = tl.minimum(tl.load(x.last_query + b * T + tl.minimum(tile * BN + BN - 1, T - 1)) + 1, start + C)
     for head in range(kv_head * G, kv_head * G + G):
         at_table = x.extra[0] + head * T * P
         for i0 in range(tl.maximum(start, tile * BN // BM * BM), stop, BM):
@@ -307,7 +307,7 @@ def keys_kernel(
             place = (head * tl.cdiv(T, BN) + tile) * C + i - start
             q_tile = load_rows(x.q, head, i, T, D)
             out_grad_tile = load_rows(y.out_grad, head, i, T, D)
-            first_key = tl.load(x.first + b * T + i, mask=i < T, other=T + BN)
+            first_key = tl.load(x.first_key + b * T + i, mask=i < T, other=T + BN)
             log_sum = load_numbers(y.log_sums, head, i, T)
             mean = load_numbers(y.means, head, i, T)
             seen = is_seen(i, j, first_key)

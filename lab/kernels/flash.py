@@ -167,7 +167,7 @@ def forward_kernel(
 
     # The softmax of a row over all tiles so far: its highest score, and the sum of 2^(score - highest).
     highest, total, acc = start_of_softmax(x.sinks, h, BM, D)
-    span = range_of_keys(x.first + b * T, i0, T, BM, BN)
+    span = range_of_keys(x.first_key + b * T, i0, T, BM, BN)
     for IS_FULL in tl.static_range(2):
         for n in range(0, span[3] if IS_FULL else span[1] - span[3]):
             j0 = nth_tile(n, span, BN, IS_FULL)
@@ -176,7 +176,7 @@ def forward_kernel(
             k_tile = load_rows(x.k, kv_head, j, T, D, IS_FULL)
             v_tile = load_rows(x.v, kv_head, j, T, D, IS_FULL)
             scores = SCORE(scores_of(q_tile, k_tile, scale * LOG2E), rows, tile, P)
-            scores = hidden(scores, x.first + b * T, tile, IS_FULL)
+            scores = hidden(scores, x.first_key + b * T, tile, IS_FULL)
             highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
     store_softmax(out, log_sums, head, i, T, highest, total, acc, D)
 
@@ -221,7 +221,7 @@ def queries_kernel(
     exact_mean = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
     sums = (exact_mean, exact_mean, exact_mean, exact_mean)
-    span = range_of_keys(x.first + b * T, i0, T, BM, BN)
+    span = range_of_keys(x.first_key + b * T, i0, T, BM, BN)
     for IS_FULL in tl.static_range(2):
         for n in range(0, span[3] if IS_FULL else span[1] - span[3]):
             j0 = nth_tile(n, span, BN, IS_FULL)
@@ -231,7 +231,7 @@ def queries_kernel(
             v_tile = load_rows(x.v, kv_head, j, T, D, IS_FULL)
             # The scores are computed again, and `log_sum` makes weights of them without a second pass over the row.
             scores = SCORE(scores_of(q_tile, k_tile, scale * LOG2E), rows, tile, P)
-            scores = hidden(scores, x.first + b * T, tile, IS_FULL)
+            scores = hidden(scores, x.first_key + b * T, tile, IS_FULL)
             weights = tl.exp2(scores - log_sum[:, None])
             weight_grads = scores_of(out_grad_tile, v_tile, 1.0)
             exact_mean += tl.sum(weights * weight_grads, 1)
@@ -277,7 +277,7 @@ def keys_kernel(
 
     k_acc = tl.zeros([BN, D], tl.float32)
     v_acc = tl.zeros([BN, D], tl.float32)
-    span = range_of_queries(x.last + b * T, j0, T, BM, BN)
+    span = range_of_queries(x.last_query + b * T, j0, T, BM, BN)
     for head in range(kv_head * G, kv_head * G + G):
         h = head - b * tl.num_programs(1) * G
         sums = (tl.zeros([BN], tl.float32), tl.zeros([P], tl.float32), tl.zeros([P], tl.float32))
@@ -292,7 +292,7 @@ def keys_kernel(
                 mean = load_numbers(y.means, head, i[None, :], T)
                 rows = ROWS(x.extra, dest, h, head, i[None, :], T, P)
                 scores = SCORE(scores_of(k_tile, q_tile, scale * LOG2E), rows, tile, P)
-                scores = hidden(scores, x.first + b * T, tile, IS_FULL)
+                scores = hidden(scores, x.first_key + b * T, tile, IS_FULL)
                 # Weights and the gradients of scores as in `queries_kernel`.
                 weights = tl.exp2(scores - log_sum)
                 v_acc += product(weights, out_grad_tile)

@@ -56,7 +56,7 @@ class InPlace(Layout):
             first_seen = start.maximum(in_row - reach).int()
             last_seen = last.minimum(in_row + reach).int()
             fields = vars(plain) | {"temperature": temperature_of(pe, pos[:, None])}
-            contexts[pe] = PlacedContext(**fields, pos=pos, first=first_seen, last=last_seen)
+            contexts[pe] = PlacedContext(**fields, pos=pos, first_key=first_seen, last_query=last_seen)
         return idx, pos, contexts
 
 
@@ -65,15 +65,15 @@ class PlacedContext(Context):
     """The context of rows of documents, for twins alone."""
 
     pos: Tensor  # int64 [B, T]: position of each token within its document
-    first: Tensor  # int32 [B, T]: the first key of the row that each query sees
-    last: Tensor  # int32 [B, T]: the last query of the row that sees each key
+    first_key: Tensor  # int32 [B, T]: the first key of the row that each query sees
+    last_query: Tensor  # int32 [B, T]: the last query of the row that sees each key
 
     def block(self, start: int, stop: int, low: int = 0) -> Context:
         raise ValueError("an encoding without kernels would look across the borders of documents")
 
     def visible(self) -> Tensor:
         """True where query i may see key j, bool [B, 1, Tq, Tk]; of some of the queries, too."""
-        first = self.first[:, None, self.pos_q, None]  # positions in the row are its tokens
+        first = self.first_key[:, None, self.pos_q, None]  # positions in the row are its tokens
         return super().visible() & (self.pos_k >= first)
 
     def earlier(self, owner: Hashable, x: Tensor, n: int) -> list[Tensor]:

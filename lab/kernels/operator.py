@@ -15,8 +15,8 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    first: Tensor,
-    last: Tensor,
+    first_key: Tensor,
+    last_query: Tensor,
     *,
     scale: float,
     bias: str = "nothing",
@@ -30,8 +30,8 @@ def attention(
     Args:
         q: queries [B, H, T, D], fp32, bf16 or fp16.
         k, v: keys and values [B, Hkv, T, D] of the same dtype; H is a multiple of Hkv.
-        first: the first key that each query sees, int32 [T] or [B, T], ascending; the last one is its own.
-        last: the last query that sees each key, int32 [T] or [B, T], ascending; the first one is its own.
+        first_key: the first key that each query sees, int32 [T] or [B, T], ascending; the last one is its own.
+        last_query: the last query that sees each key, int32 [T] or [B, T], ascending; the first one is its own.
         bias: its name, of `lab.kernels.biases.BIASES`; or "cope".
         extra: what the bias depends on; with "cope" what each entry of the table adds to scores, fp32 [B, H, T, P].
         sinks: a logit for each head, [H]: see `model.attention.softmax`.
@@ -42,28 +42,28 @@ def attention(
     if padding:  # by 0 channels `pad` would copy
         q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
     q, k, v = (x.contiguous() for x in (q, k, v))
-    first, last = (x.expand(n_batch, length).contiguous() for x in (first, last))
+    first_key, last_query = (x.expand(n_batch, length).contiguous() for x in (first_key, last_query))
     if sinks is None:
         sinks = torch.full((n_head,), -torch.inf, device=q.device)
     tensors = [x.contiguous() for x in extra]
-    out, _ = operator(q, k, v, first, last, sinks.float().contiguous(), tensors, bias, scale)
+    out, _ = attention_op(q, k, v, first_key, last_query, sinks.float().contiguous(), tensors, bias, scale)
     return out[..., :head_dim]
 
 
 @torch.library.custom_op("ropewalk::attention", mutates_args=())
-def operator(
+def attention_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    first: Tensor,
-    last: Tensor,
+    first_key: Tensor,
+    last_query: Tensor,
     sinks: Tensor,
     extra: list[Tensor],
     bias: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The output, as q, and the logarithms to base 2 of the sums of exp(score), fp32 [B, H, T]."""
-    x = inputs(q, k, v, first, last, sinks, extra)
+    x = inputs(q, k, v, first_key, last_query, sinks, extra)
     out, log_sums = like_outputs(q)
     module = kernels_of(bias)
     tile, *_ = flash.tiles(q.size(3), bias)
@@ -77,8 +77,8 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    first: Tensor,
-    last: Tensor,
+    first_key: Tensor,
+    last_query: Tensor,
     sinks: Tensor,
     extra: list[Tensor],
     bias: str,
@@ -88,7 +88,7 @@ def backward(
     out_grad: Tensor,
 ) -> list[Tensor]:
     """The gradients of q, k, v, of all of `extra`, and of the sinks."""
-    x = inputs(q, k, v, first, last, sinks, extra)
+    x = inputs(q, k, v, first_key, last_query, sinks, extra)
     y = Outputs(out, log_sums, torch.empty_like(log_sums), out_grad)
     grads = kernels_of(bias).backward(x, y, bias, scale)
     # The gradient of a score is its weight x (the gradient of this weight - the mean). A sink has the weight
@@ -109,7 +109,7 @@ def kernels_of(bias: str) -> Any:
     return cope if bias == "cope" else flash
 
 
-@operator.register_fake
+@attention_op.register_fake
 def like_outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Tensors of the shapes of the operator's results."""
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -117,11 +117,11 @@ def like_outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @backward.register_fake
 def like_gradients(*arguments: Any) -> list[Tensor]:
-    q, k, v, _first, _last, sinks, extra, *_ = arguments
+    q, k, v, _first_key, _last_query, sinks, extra, *_ = arguments
     return [torch.empty_like(x) for x in (q, k, v, *extra, sinks)]
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keep for the backward pass no score, but the inputs, the output and a number for each query."""
     *tensors, extra, bias, scale = inputs
     ctx.options = bias, scale
@@ -136,4 +136,4 @@ def differentiate(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     return *grads[:3], None, None, grads[-1], grads[3:-1], None, None
 
 
-operator.register_autograd(differentiate, setup_context=keep)
+attention_op.register_autograd(differentiate, setup_context=setup_context)

@@ -16,8 +16,8 @@ class Inputs(NamedTuple):
     q: Tensor  # queries [B, H, T, D]
     k: Tensor  # keys [B, H // G, T, D]
     v: Tensor  # values [B, H // G, T, D]
-    first: Tensor  # the first key that each query sees, int32 [B, T], ascending; the last one is its own
-    last: Tensor  # the last query that sees each key, int32 [B, T], ascending; the first one is its own
+    first_key: Tensor  # the first key that each query sees, int32 [B, T], ascending; the last one is its own
+    last_query: Tensor  # the last query that sees each key, int32 [B, T], ascending; the first one is its own
     sinks: Tensor  # a logit for each head, [H]; -inf: no sink
     extra: tuple[Tensor, ...]  # what else scores depend on
 

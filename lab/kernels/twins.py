@@ -33,7 +33,7 @@ from model.position.scaled_rotary import ABF, NTK, DynamicNTK, Linear, LongRope,
 State = dict[str, Tensor]
 Extra = tuple[Tensor, ...]
 # (encoding, queries [B, H, T, D] that are not rotated, state, context) -> `extra` of `lab.kernels.operator.attention`.
-Inputs = Callable[[Any, Tensor, State, Context], Extra]
+MakeExtra = Callable[[Any, Tensor, State, Context], Extra]
 MAX_HEAD_DIM = 256  # channels of a head that kernels can hold
 
 
@@ -42,10 +42,10 @@ def attend(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context)
     exact: Any = specification(pe)
     served = bias_of(exact)
     assert served is not None
-    bias, inputs = served
+    bias, make_extra = served
     if not can_serve(pe, bias, q, ctx):
         return exact.attend(pe, q, k, v, state, ctx)
-    extra = inputs(pe, q, state, ctx)
+    extra = make_extra(pe, q, state, ctx)
     q, k = pe.rotate(q, k, ctx)
     if bias == "cope" and not pe.training:
         pe.clamped = pe.clamped + pe._clamped_share(q, k, ctx)
@@ -73,7 +73,7 @@ def has_kernel(pe: Any) -> bool:
 def seen_keys(q: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
     """The first key that each query sees, and the last query that sees each key: int32 [T], or [B, T] in place."""
     if isinstance(ctx, PlacedContext):
-        return ctx.first, ctx.last
+        return ctx.first_key, ctx.last_query
     length = q.size(2)
     window = length if ctx.window is None else ctx.window
     i = torch.arange(length, device=q.device, dtype=torch.int32)
@@ -137,7 +137,7 @@ def segments(pe: FIRE, pos: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor
 
 ROTARY = (Rotary, PRope, ClippedRoPE, XPos, Linear, NTK, ABF, DynamicNTK, NTKByParts, Yarn, LongRope)
 # The bias of each class that has a twin, and what that depends on.
-BY_CLASS: dict[type[PositionEncoding], tuple[str, Inputs]] = {
+BY_CLASS: dict[type[PositionEncoding], tuple[str, MakeExtra]] = {
     **dict.fromkeys((PositionEncoding, Sinusoidal, Learned, *ROTARY), ("nothing", of_nothing)),
     **dict.fromkeys((ALiBi, NAPE, FoX, RotaryFoX), ("keys", of_keys)),
     FIRE: ("fire", of_segments),
@@ -148,7 +148,7 @@ BY_CLASS: dict[type[PositionEncoding], tuple[str, Inputs]] = {
 DEPENDS_ON_LENGTH = {DynamicNTK, LongRope}
 
 
-def bias_of(cls: type[PositionEncoding]) -> tuple[str, Inputs] | None:
+def bias_of(cls: type[PositionEncoding]) -> tuple[str, MakeExtra] | None:
     """The bias of the twin of a class, and what that depends on; None if it has no twin.
 
     T5, KERPLE and a user's own bias of the distance have one as long as they override nothing else.

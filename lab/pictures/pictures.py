@@ -44,7 +44,7 @@ LEVELS = (2.0, 0.0, -2.0, -4.0)
 WORDS = ("the", "cat", "sat", "on", "the")  # a text that a layer is asked what it reads of
 LOWEST = -10.0  # end of the axis of scores: a weight of e^-10 of the largest
 SIZE = (4.2, 2.7)  # inches
-MOST = 48  # tokens of a text that a picture shows
+MAX_TOKENS = 48  # tokens of a text that a picture shows
 BASE = "RoPE"  # the line beside encodings that change it
 
 
@@ -327,15 +327,15 @@ def counted(net: GPT, ids: Tensor) -> list[tuple[int, str, Tensor]]:
 
 
 def draw_counted(title: str, kind: str, shares: Tensor, words: Sequence[str], ax: Axes) -> None:
-    """Draw what `counted` returned for a layer: a row for each head, a column for each of the last `MOST` words."""
-    words = words[-MOST:]
+    """Draw what `counted` returned for a layer: a row for each head, a column for each of the last MAX_TOKENS words."""
+    words = words[-MAX_TOKENS:]
     ax.get_figure(root=True).set_size_inches(0.17 * len(words) + 1.4, 0.2 * len(shares) + 1.5)  # type: ignore[union-attr]
-    shares_on(ax, {f"head {number}": of_head[-MOST:] for number, of_head in enumerate(shares, start=1)})
+    shares_on(ax, {f"head {number}": of_head[-MAX_TOKENS:] for number, of_head in enumerate(shares, start=1)})
     ax.set_xticks([column + 0.5 for column in range(len(words))], words, rotation=90)
     note = "filled: how much of a key is left, as the last token sees it"
     if kind == "gates":
         note = "filled: gates of the last token, which are counted; numbers: the position of each key, rounded"
-        positions = sums_to_the_end(shares)[:, -MOST:].round().int()
+        positions = sums_to_the_end(shares)[:, -MAX_TOKENS:].round().int()
         for (head, column), position in np.ndenumerate(positions.numpy()):
             ax.text(column + 0.5, head + 0.5, position, ha="center", va="center", color=LIGHT.ink, fontsize=7)
     titled(ax, title, note)

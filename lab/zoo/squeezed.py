@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.position.base import Count, Positive, Shape, Share
+from model.position.base import Count, Positive, PositiveShare, Shape
 from model.position.windowed import NearWindow
 
 
@@ -52,7 +52,7 @@ class LaMPE(NearWindow):
     divisor = 8
 
     def __init__(
-        self, shape: Shape, *, tail: Count | None = None, capacity: Share = 0.757, midpoint: Positive = 2.87,
+        self, shape: Shape, *, tail: Count | None = None, capacity: PositiveShare = 0.757, midpoint: Positive = 2.87,
         steepness: Positive = 0.86, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(shape, **options)

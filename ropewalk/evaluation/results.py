@@ -21,8 +21,8 @@ from conf.files import refuse_link, write_text
 from ropewalk.evaluation.statistics import Sample, by_document, grouping
 from ropewalk.run.directory import read_file
 
-MOST = 2**40  # of anything in a text: what is more would not fit into an archive either
-Size = Annotated[int, Field(ge=0, lt=MOST)]
+MAX_COUNT = 2**40  # of anything in a text: what is more would not fit into an archive either
+NonNegative = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
 # The quantities. A longer reach is no merit by itself; it comes first in a table.
 LOWER_IS_BETTER = {"loss": True, "error": True, "found": False, "gain": False, "share": False}
 
@@ -53,17 +53,17 @@ class PartResult(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     # Of RULER's needle: 0 at the start of the context, 1 at its end.
     depth: float | None = Field(None, ge=0, le=1)
     # The smallest and the largest distance of a copy or of what is read, or position in the text, in tokens.
-    span: tuple[Size, Size] | None = None
+    span: tuple[NonNegative, NonNegative] | None = None
     # For far copies: whether the token is the same as after the earlier words.
     continuation: Literal["same", "other"] | None = None
     # Tokens that the model reads.
     length: int = Field(ge=1, lt=2**31)
     nats: list[float]
-    tokens: list[Size]
+    tokens: list[NonNegative]
     # 0 if bytes mean nothing.
-    bytes: list[Size]
+    bytes: list[NonNegative]
     # Tokens that were not the most probable.
-    errors: list[Size]
+    errors: list[NonNegative]
     # For far copies: with the text cut to train_len. For RULER: after text in which the answer is wrong.
     baseline_nats: list[float] | None = None
     # For lengths: of the best possible predictor; None if it is not known.
@@ -95,7 +95,7 @@ class PartResult(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
         Raises ValueError: a value is more than any text can have.
         """
         sums = np.array([values], dtype=float)
-        if np.abs(sums[np.isfinite(sums)]).max(initial=0) >= 100 * MOST:  # errors are in percent
+        if np.abs(sums[np.isfinite(sums)]).max(initial=0) >= 100 * MAX_COUNT:  # errors are in percent
             raise ValueError(f"{self.part} at {self.length} has more than any text can have")
         return by_document(Sample(sums, np.array(units)), self.documents)
 
@@ -144,7 +144,7 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     # None for text.
     task: str | None
     # The optimizer step of the weights.
-    step: Size
+    step: NonNegative
     variant: Variant
     # All settings that decide the texts: results for which they are equal can be compared text by text.
     eval: dict[str, Any]

@@ -109,7 +109,7 @@ class Architecture:
         modules: our modules and its own.
         layers: name of its list of layers.
         transposed: whether the matrices in its layers are [in, out].
-        by_kind: whether layers with a window have rotary settings of their own.
+        by_layer_type: whether layers with a window have rotary settings of their own.
         folded: whether it has constants that our weights must hold: see `_gemma3_folding`.
     """
 
@@ -120,7 +120,7 @@ class Architecture:
     modules: Modules = field(default_factory=lambda: MODULES)
     layers: str = "model.layers"
     transposed: bool = False
-    by_kind: bool = False
+    by_layer_type: bool = False
     folded: bool = False
 
     def parts(self, ours: str, theirs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -257,9 +257,9 @@ ARCHITECTURES = {
         # OLMo has a norm after each branch alone, Gemma 3 before it as well. Llama calls the one before the MLP
         # post_attention_layernorm, which in Gemma 3 is the one after attention.
         modules=MODULES | {"mlp_norm": ("pre_feedforward_layernorm",)},
-        by_kind=True,
+        by_layer_type=True,
         folded=True,
     ),
     "olmo2": Architecture("Olmo2ForCausalLM", OLMO | {"pe.window": (None,)}),
-    "olmo3": Architecture("Olmo3ForCausalLM", OLMO, by_kind=True),
+    "olmo3": Architecture("Olmo3ForCausalLM", OLMO, by_layer_type=True),
 }

@@ -153,11 +153,11 @@ def read_model(source: str | Path) -> Pretrained:
     folder = hub_folder(str(source).removeprefix("hf:"), FILES)
     path = folder / "config.json"
     values = read_json(own_file(path))
-    kind = str(values.get("model_type"))
-    if kind not in ARCHITECTURES:
-        raise ValueError(f"{source} has model_type={kind!r}; these can be read: {', '.join(ARCHITECTURES)}")
+    model_type = str(values.get("model_type"))
+    if model_type not in ARCHITECTURES:
+        raise ValueError(f"{source} has model_type={model_type!r}; these can be read: {', '.join(ARCHITECTURES)}")
     try:
-        return _interpret(folder, values, kind)
+        return _interpret(folder, values, model_type)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     except Exception as error:  # text where numbers belong, a list too short: the library raises many kinds
@@ -167,19 +167,19 @@ def read_model(source: str | Path) -> Pretrained:
         ) from None
 
 
-def _interpret(folder: Path, values: dict[str, Any], kind: str) -> Pretrained:
+def _interpret(folder: Path, values: dict[str, Any], model_type: str) -> Pretrained:
     """Return the model that the values in config.json describe.
 
     Raises:
         ValueError: names a setting that our network lacks.
     """
-    arch = ARCHITECTURES[kind]
-    if kind == "olmo3" and not values.get("rope_parameters"):
+    arch = ARCHITECTURES[model_type]
+    if model_type == "olmo3" and not values.get("rope_parameters"):
         # The keys from before version 5, whose own reader forgets this base for layers with a window.
         plain = {"rope_type": "default", "rope_theta": values.get("rope_theta", 500_000.0)}
-        by_kind = {rope.FULL: plain | (values.get("rope_scaling") or {}), rope.SLIDING: plain}
-        values = values | {"rope_parameters": by_kind, "rope_scaling": None}
-    config = library().CONFIG_MAPPING[kind].from_dict(values)
+        by_layer_type = {rope.FULL: plain | (values.get("rope_scaling") or {}), rope.SLIDING: plain}
+        values = values | {"rope_parameters": by_layer_type, "rope_scaling": None}
+    config = library().CONFIG_MAPPING[model_type].from_dict(values)
     for key, neutral in NEUTRAL.items():
         value = getattr(config, key, neutral)
         if value != neutral:
@@ -225,7 +225,7 @@ def _bias(config: Any, arch: Architecture) -> Any:
 def _encodings(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:
     """Return the `pe` options for a configuration: of all layers, or of each part of a pattern over them."""
     if config.model_type == "gpt2":
-        return rope.named("learned", Learned) | {"scale": 1.0, "original_len": shape.train_len}
+        return rope.name_and_target("learned", Learned) | {"scale": 1.0, "original_len": shape.train_len}
     layers = rope.layers(config)
     # Parts are named as in the presets of conf/pe for these models: by their windows if these differ, else by whether
     # they rotate. "_nope" marks those that do not rotate among layers that differ in their windows.

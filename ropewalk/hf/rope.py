@@ -35,7 +35,7 @@ class RopeType(NamedTuple):
     options: dict[str, str]
 
 
-TYPES = {
+ROPE_TYPES = {
     "default": RopeType("rope", Rotary, {"partial_rotary_factor": "partial_rotary_factor"}),
     "linear": RopeType("linear", Linear, {}),
     "dynamic": RopeType("dynamic_ntk", DynamicNTK, {}),
@@ -48,7 +48,7 @@ TYPES = {
     "longrope": RopeType("longrope", LongRope, {"short_factor": "short_factor", "long_factor": "long_factor"}),
     "proportional": RopeType("p_rope", PRope, {"partial_rotary_factor": "proportion", "factor": "factor"}),
 }
-KINDS = {rope_type.cls: kind for kind, rope_type in TYPES.items()}
+ROPE_TYPE_OF = {ours.cls: rope_type for rope_type, ours in ROPE_TYPES.items()}
 
 
 class Layer(NamedTuple):
@@ -58,7 +58,7 @@ class Layer(NamedTuple):
     rotates: bool = True  # False: the layer has no positions
 
     @property
-    def kind(self) -> str:
+    def layer_type(self) -> str:
         return FULL if self.window is None else SLIDING
 
 
@@ -72,17 +72,17 @@ def layers(config: Any) -> list[Layer]:
     has_window = not hasattr(type(config), "use_sliding_window") or config.use_sliding_window
     window = getattr(config, "sliding_window", None) if has_window else None
     # An architecture without layer_types treats all its layers alike.
-    kinds = [Layer(window).kind] * config.num_hidden_layers
+    layer_types = [Layer(window).layer_type] * config.num_hidden_layers
     if hasattr(type(config), "layer_types"):
-        kinds = config.layer_types
-    if not set(kinds) <= {FULL, Layer(window).kind}:
-        raise ValueError(f"sliding_window={window} with layer_types={sorted(set(kinds))} is not supported")
+        layer_types = config.layer_types
+    if not set(layer_types) <= {FULL, Layer(window).layer_type}:
+        raise ValueError(f"sliding_window={window} with layer_types={sorted(set(layer_types))} is not supported")
 
     # SmolLM3 alone has layers without positions.
-    rotates = [True] * len(kinds)
+    rotates = [True] * len(layer_types)
     if config.model_type == "smollm3":
-        rotates = list(map(bool, config.no_rope_layers[: len(kinds)]))
-    windows = [window if kind == SLIDING else None for kind in kinds]
+        rotates = list(map(bool, config.no_rope_layers[: len(layer_types)]))
+    windows = [window if layer_type == SLIDING else None for layer_type in layer_types]
     return [Layer(own_window, is_rotated) for own_window, is_rotated in zip(windows, rotates, strict=True)]
 
 
@@ -94,14 +94,14 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     """
     options: dict[str, Any] = {} if layer.window is None else {"window": layer.window}
     if not layer.rotates:
-        return options | named("nope", PositionEncoding)
+        return options | name_and_target("nope", PositionEncoding)
 
     settings = _settings(config, arch, layer)
-    name, cls, counterparts = TYPES[settings["rope_type"]]
+    name, cls, counterparts = ROPE_TYPES[settings["rope_type"]]
     original, factor = _original_len_and_factor(settings, shape.train_len)
     # One whose factor changes nothing is plain RoPE.
     if issubclass(cls, ScaledRotary) and factor == cls.unscaled:
-        name, cls, counterparts = TYPES["default"]
+        name, cls, counterparts = ROPE_TYPES["default"]
 
     options["base"] = float(settings["rope_theta"])
     # For transformers 0 means the default too.
@@ -113,7 +113,7 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     # transformers computes the sharpening of these two from several settings: its result is taken as it is.
     if cls in (Yarn, LongRope):
         _, options["attention_factor"] = _frequencies(config, arch, layer, length=1)
-    options = named(name, cls) | options
+    options = name_and_target(name, cls) | options
     check(build_encodings(options, shape)[0], config, arch, layer)
     return options
 
@@ -121,12 +121,12 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
 def _settings(config: Any, arch: Architecture, layer: Layer) -> dict[str, Any]:
     """Return the `rope_parameters` of a layer, without None. Raises ValueError: their type is unknown here."""
     config.standardize_rope_params()  # an original length that stands beside the settings moves into them
-    settings = config.rope_parameters[layer.kind] if arch.by_kind else config.rope_parameters
-    kind = settings["rope_type"]
-    if kind not in TYPES:
-        raise ValueError(f"rope_type={kind!r} is not supported; these are: {', '.join(TYPES)}")
-    older = settings.get("type", kind)  # what rope_type was called once
-    if kind == "default" and older != kind:
+    settings = config.rope_parameters[layer.layer_type] if arch.by_layer_type else config.rope_parameters
+    rope_type = settings["rope_type"]
+    if rope_type not in ROPE_TYPES:
+        raise ValueError(f"rope_type={rope_type!r} is not supported; these are: {', '.join(ROPE_TYPES)}")
+    older = settings.get("type", rope_type)  # what rope_type was called once
+    if rope_type == "default" and older != rope_type:
         # transformers 5 passes over it where each kind of layer has settings of its own.
         raise ValueError(f"type={older!r} is not supported here: call it rope_type")
     # None means the default. Only for truncate does transformers read it as false.
@@ -141,7 +141,7 @@ def _original_len_and_factor(settings: dict[str, Any], train_len: int) -> tuple[
     return original, float(settings.get("factor", train_len / original))
 
 
-def named(name: str, cls: type) -> dict[str, Any]:
+def name_and_target(name: str, cls: type) -> dict[str, Any]:
     """Return the options that choose an encoding."""
     return {"name": name, "_target_": f"{cls.__module__}.{cls.__name__}"}
 
@@ -158,9 +158,9 @@ def _frequencies(config: Any, arch: Architecture, layer: Layer, length: int) -> 
     # The forward pass of this module updates the frequencies that change with the length of the text, which it takes
     # from the largest position. Where each kind of layer has settings of its own, it takes the kind as well, and the
     # results are named by it, as in full_attention_inv_freq.
-    kind = [layer.kind] if arch.by_kind else []
-    embedding(torch.empty(0), torch.tensor([[length - 1]]), *kind)
-    prefix = f"{layer.kind}_" if arch.by_kind else ""
+    layer_types = [layer.layer_type] if arch.by_layer_type else []
+    embedding(torch.empty(0), torch.tensor([[length - 1]]), *layer_types)
+    prefix = f"{layer.layer_type}_" if arch.by_layer_type else ""
     return getattr(embedding, f"{prefix}inv_freq"), getattr(embedding, f"{prefix}attention_scaling")
 
 
@@ -181,33 +181,33 @@ def check(pe: PositionEncoding, config: Any, arch: Architecture, layer: Layer) -
             )
 
 
-def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
+def write(pe: PositionEncoding, trained_len: int) -> dict[str, Any]:
     """Return the settings of transformers for `pe` at its active scale.
 
     Args:
         pe: encoding of a layer, RoPE with any frequencies.
-        reach: tokens that the model was trained to read without a scaling.
+        trained_len: tokens that the model was trained to read without a scaling.
 
     Returns:
         `rope_parameters`; `max_position_embeddings`, the length that `pe` reaches at this scale; and for a scaling
         `original_max_position_embeddings`.
     """
     assert isinstance(pe, Rotary)
-    original = getattr(pe, "original_len", reach)
+    original = getattr(pe, "original_len", trained_len)
     settings = _rope_parameters(pe)
-    kind = settings["rope_type"]
+    rope_type = settings["rope_type"]
     # The longest text, in tokens: the one that the model was trained to read, or the one that a scaling, applied after
     # training (so not the first of its scales), extends it to.
-    length = reach
-    if kind == "dynamic":
+    length = trained_len
+    if rope_type == "dynamic":
         length = original  # transformers lets the base grow beyond max_position_embeddings
-    elif kind == "yarn":
+    elif rope_type == "yarn":
         length = round(original * pe.active_scale)  # before 4.56 transformers takes length / original for the factor
     elif isinstance(pe, ScaledRotary) and pe.active_scale not in (pe.unscaled, pe.scales[0]):
-        length = max(reach, math.ceil(original * max(pe.scales)))
+        length = max(trained_len, math.ceil(original * max(pe.scales)))
 
     fields: dict[str, Any] = {"max_position_embeddings": length, "rope_parameters": settings}
-    if kind not in ("default", "proportional"):
+    if rope_type not in ("default", "proportional"):
         fields[ORIGINAL] = original
     return fields
 
@@ -226,17 +226,17 @@ def _rope_parameters(pe: Any) -> dict[str, Any]:
     # All other types have a factor. That of p-RoPE is an option of its own, which replaces the scale below.
     settings["factor"] = pe.active_scale
     # A class that transformers has no name for is written as "longrope": its divisors can say any frequencies.
-    kind = KINDS.get(cls, "longrope")
+    rope_type = ROPE_TYPE_OF.get(cls, "longrope")
     if cls is Yarn:
         settings["attention_factor"] = math.sqrt(pe.logit_scale)
         # Of YaRN's ramps this is the one that every version of transformers has. Before 4.56 it took the factor from
         # the quotient of two lengths, which are whole numbers.
         if pe.ramp != "code" or not float(pe.active_scale * pe.original_len).is_integer():
-            kind = "longrope"
-    if kind == "longrope":
+            rope_type = "longrope"
+    if rope_type == "longrope":
         return settings | _divisors(pe)
-    options = {theirs: getattr(pe, ours) for theirs, ours in TYPES[kind].options.items()}
-    return settings | options | {"rope_type": kind}
+    options = {theirs: getattr(pe, ours) for theirs, ours in ROPE_TYPES[rope_type].options.items()}
+    return settings | options | {"rope_type": rope_type}
 
 
 def _divisors(pe: Any) -> dict[str, Any]:

@@ -109,10 +109,10 @@ def _period(values: dict[str, Any]) -> dict[str, int]:
     Returns:
         Nothing if no number says it.
     """
-    kinds = values["layer_types"]
-    full = [layer for layer, kind in enumerate(kinds, start=1) if kind == rope.FULL]
-    period = full[0] if full else len(kinds) + 1
-    multiples = list(range(period, len(kinds) + 1, period))
+    layer_types = values["layer_types"]
+    full = [layer for layer, layer_type in enumerate(layer_types, start=1) if layer_type == rope.FULL]
+    period = full[0] if full else len(layer_types) + 1
+    multiples = list(range(period, len(layer_types) + 1, period))
     return {PERIOD: period} if full == multiples else {}
 
 
@@ -121,61 +121,64 @@ def _versions(values: dict[str, Any]) -> str:
 
     The file as written is asked, not the installed version.
     """
-    kinds = set(values.get("layer_types", ()))
+    types = set(values.get("layer_types", ()))
     if values["model_type"] == "olmo3":
         # Before 5 it had one base, and no scaling of layers with a window.
         full = values["rope_parameters"][rope.FULL]
         sliding = values["rope_parameters"][rope.SLIDING]
         plain = {"rope_type": "default", "rope_theta": full["rope_theta"]}
-        if (len(kinds) > 1 and sliding != plain) or (kinds == {rope.SLIDING} and sliding["rope_type"] != "default"):
+        if (len(types) > 1 and sliding != plain) or (types == {rope.SLIDING} and sliding["rope_type"] != "default"):
             return "Transformers before 5 rotates layers with a window differently: use a newer version."
-    elif len(kinds) > 1 and PERIOD not in values:
+    elif len(types) > 1 and PERIOD not in values:
         return "Transformers before 4.53 ignores layer_types: use a newer version."
     return ""
 
 
-def _model(net: GPT, encodings: Encodings, reach: int) -> Any:
-    """Return the model of transformers that computes what `net`, trained to read `reach` tokens, does with `encodings`.
+def _model(net: GPT, encodings: Encodings, trained_len: int) -> Any:
+    """Return the model of transformers that computes what `net` does with `encodings`.
+
+    Args:
+        trained_len: tokens that `net` was trained to read without a scaling.
 
     Raises ValueError: no architecture can have all its settings; names those that the nearest one lacks.
     """
-    refused = {kind: arch.refused(net.cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
+    refused = {model_type: arch.refused(net.cfg, net.encodings) for model_type, arch in ARCHITECTURES.items()}
 
     # The nearest lacks least. One that lacks the kind of positions is worse than one that lacks other settings.
-    def badness(kind: str) -> tuple[bool, int]:
-        lacks_positions = any(key.startswith("pe=") for key in refused[kind])
-        return lacks_positions, len(refused[kind])
+    def badness(model_type: str) -> tuple[bool, int]:
+        lacks_positions = any(key.startswith("pe=") for key in refused[model_type])
+        return lacks_positions, len(refused[model_type])
 
-    kind = min(refused, key=badness)
-    if refused[kind]:
+    model_type = min(refused, key=badness)
+    if refused[model_type]:
         raise ValueError(
-            f"this cannot be exported: the nearest model of transformers, {ARCHITECTURES[kind].name}, "
-            f"cannot have {' and '.join(refused[kind])}"
+            f"this cannot be exported: the nearest model of transformers, {ARCHITECTURES[model_type].name}, "
+            f"cannot have {' and '.join(refused[model_type])}"
         )
-    config = _configuration(net, encodings, kind, reach)
+    config = _configuration(net, encodings, model_type, trained_len)
     # Without memory of its own: the weights become its parameters.
     with torch.device("meta"):
         model = library().AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(_weights(net, encodings[0], ARCHITECTURES[kind], model), assign=True)
+    model.load_state_dict(_weights(net, encodings[0], ARCHITECTURES[model_type], model), assign=True)
     return model
 
 
-def _configuration(net: GPT, encodings: Encodings, kind: str, reach: int) -> Any:
+def _configuration(net: GPT, encodings: Encodings, model_type: str, trained_len: int) -> Any:
     """Return the configuration with which transformers computes what `net` computes, or raise ValueError."""
-    arch = ARCHITECTURES[kind]
+    arch = ARCHITECTURES[model_type]
     layers = [rope.Layer(pe.window, isinstance(pe, Rotary)) for pe in encodings]
     rotating = {pe: layer for pe, layer in zip(encodings, layers, strict=True) if layer.rotates}
-    family = library().CONFIG_MAPPING[kind]
+    family = library().CONFIG_MAPPING[model_type]
     # The positions of GPT-2 end at max_len. Rotations have no end.
-    fields = _sizes(net, arch) | _positions(rotating, arch, max_len_of(encodings) or reach)
+    fields = _sizes(net, arch) | _positions(rotating, arch, max_len_of(encodings) or trained_len)
 
-    settings = _settings_of_some(net, layers, reach if kind == "gemma3_text" else None)
+    settings = _settings_of_some(net, layers, trained_len if model_type == "gemma3_text" else None)
     fields |= {key: value for key, value in settings.items() if hasattr(family, key)}
     # Names of settings change their meaning between architectures and versions. So the layers and rotations that the
     # library derives from them are compared with the network's.
     try:
         config = family(**fields)
-        if kind != "gpt2" and rope.layers(config) != layers:
+        if model_type != "gpt2" and rope.layers(config) != layers:
             raise ValueError("it has no such pattern of encodings")
         for pe, layer in rotating.items():
             rope.check(pe, config, arch, layer)
@@ -196,7 +199,7 @@ def _settings_of_some(net: GPT, layers: Sequence[rope.Layer], no_window: int | N
         "sliding_window": max(windows, default=no_window),
         "use_sliding_window": bool(windows),
         "max_window_layers": 0,  # of Qwen: the first layer that may have a window
-        "layer_types": [layer.kind for layer in layers],
+        "layer_types": [layer.layer_type for layer in layers],
         "no_rope_layers": [int(layer.rotates) for layer in layers],
         "attention_bias": bool(net.cfg.bias),
         "mlp_bias": net.cfg.bias is True,
@@ -220,16 +223,16 @@ def _sizes(net: GPT, arch: Architecture) -> dict[str, Any]:
     return fields | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
-def _positions(rotating: dict[PositionEncoding, rope.Layer], arch: Architecture, reach: int) -> dict[str, Any]:
+def _positions(rotating: dict[PositionEncoding, rope.Layer], arch: Architecture, trained_len: int) -> dict[str, Any]:
     """Return the rotary settings for the encodings that rotate."""
-    fields: dict[str, Any] = {"max_position_embeddings": reach}
-    by_kind: dict[str, Any] = {}
+    fields: dict[str, Any] = {"max_position_embeddings": trained_len}
+    by_layer_type: dict[str, Any] = {}
     # Layers without a window come last, so that the length they reach becomes that of the model.
     for pe, layer in sorted(rotating.items(), key=lambda item: item[1].window is None):
-        fields |= rope.write(pe, reach)
-        by_kind = {layer.kind: fields["rope_parameters"]} | by_kind
-    if by_kind and arch.by_kind:
-        fields["rope_parameters"] = by_kind
+        fields |= rope.write(pe, trained_len)
+        by_layer_type = {layer.layer_type: fields["rope_parameters"]} | by_layer_type
+    if by_layer_type and arch.by_layer_type:
+        fields["rope_parameters"] = by_layer_type
     return fields
 
 

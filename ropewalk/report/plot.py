@@ -54,12 +54,12 @@ DARK = {  # what a dark page has instead
 }
 MARKERS = "os^DvPX*"  # of the lines with a colour
 SIZE, NARROW = (7.8, 4.4), (4.2, 4.6)  # inches: of a page, and of a phone
-WORDS = 9.5  # points
+FONT_SIZE = 9.5  # points
 DODGE = 1.2  # points from line to line, so that equal values and their intervals can be seen
 FLOOR = 0.01  # bits: an axis spans at least so much
-GREY, BEST, COLOURED, REFERENCE = 2, 3, 4, 5  # how far above the others lines are drawn
+Z_GREY, Z_BEST, Z_COLOURED, Z_REFERENCE = 2, 3, 4, 5  # how far above the others lines are drawn
 POINT = ["line", "seed", "x", "y", "low", "high"]  # columns of what is drawn; the interval may be NaN
-Name = tuple[str, float, float, str]  # the name of a line, x and y of its end, and its colour
+EndLabel = tuple[str, float, float, str]  # the name of a line, x and y of its end, and its colour
 TIMELESS: Any = {
     "svg": dict.fromkeys(["Date", "Creator", "Format", "Type"]),
     "pdf": {"CreationDate": None},
@@ -194,12 +194,12 @@ def curves(
     """
     _check(table, ["label", "section", "step", "tokens"], "ropewalk.curves")
     is_recorded = table.reindex(columns=["val/bits_per_byte", "val/error", "val/loss"]).notna()
-    y = is_recorded.any().idxmax()  # the first that has a number; if none has, nothing was validated
-    if table.step[is_recorded[y]].nunique() < 2:
+    quantity = is_recorded.any().idxmax()  # the first that has a number; if none has, nothing was validated
+    if table.step[is_recorded[quantity]].nunique() < 2:
         raise NothingError("nothing to draw: no run was validated several times")
     # Lines of several sections have other texts or lengths.
     label = table.label if table.section.nunique() == 1 else table.label + ", " + table.section
-    recorded = pd.DataFrame({"line": label, "step": table.step, "x": table.tokens, "y": table[y]})
+    recorded = pd.DataFrame({"line": label, "step": table.step, "x": table.tokens, "y": table[quantity]})
     recorded = recorded.replace(math.inf, math.nan).dropna()  # a loss that has diverged is off the axis
     of_steps = recorded.groupby(["line", "step"])
     n_seeds = of_steps.size()
@@ -212,11 +212,11 @@ def curves(
     looks = {line: look | {"marker": ""} for line, look in _looks(points.line.unique(), lines, references).items()}
     ax = dressed(ax)
     titled(ax, "In training: the mean over the seeds")
-    ax.set_ylabel(y.replace("_", " "))
+    ax.set_ylabel(quantity.replace("_", " "))
     ax.set_xlim(0, points.x.max())
     ax.xaxis.set_major_locator(ticker.MaxNLocator(4))
     ax.set_xlabel("training tokens")
-    if y == "val/error":
+    if quantity == "val/error":
         limits = _limits(points, (0, 1))
     else:
         # The first validations are far above all that matters, and of many lines so is what diverged.
@@ -300,9 +300,9 @@ def dressed(ax: Axes | None) -> Axes:
         raise ValueError(f"ax={ax!r} is not an Axes of matplotlib: leave it out to get a new figure")
     ax.spines[["left", "right", "top"]].set_visible(False)
     for axis in (ax.xaxis, ax.yaxis):
-        axis.label.set(color=LIGHT.muted, fontsize=WORDS)
+        axis.label.set(color=LIGHT.muted, fontsize=FONT_SIZE)
     ax.grid(axis="y", color=LIGHT.grid)
-    ax.tick_params(colors=LIGHT.muted, labelsize=WORDS, length=0)
+    ax.tick_params(colors=LIGHT.muted, labelsize=FONT_SIZE, length=0)
     return ax
 
 
@@ -313,7 +313,7 @@ def _looks_in(rows: pd.DataFrame, named: Sequence[str] | None) -> dict[str, dict
         looks[line]["linestyle"] = (0, (4, 1.8))
     if BEST_POSSIBLE in looks:
         looks[BEST_POSSIBLE] |= {
-            "color": LIGHT.muted, "linewidth": 1.6, "linestyle": (0, (1, 1.5)), "marker": "", "zorder": BEST,
+            "color": LIGHT.muted, "linewidth": 1.6, "linestyle": (0, (1, 1.5)), "marker": "", "zorder": Z_BEST,
         }  # fmt: skip
     return looks
 
@@ -324,17 +324,17 @@ def _looks(lines: Collection[str], named: Sequence[str], references: Collection[
     if unknown:
         raise ValueError(f"lines={sorted(unknown)}: there is {', '.join(lines)}")
     looks: dict[str, dict[str, Any]] = {
-        line: {"color": LIGHT.grey, "linewidth": 1.0, "zorder": GREY, "marker": "."} for line in lines
+        line: {"color": LIGHT.grey, "linewidth": 1.0, "zorder": Z_GREY, "marker": "."} for line in lines
     }
     for line, color, marker in zip(named, LINES, MARKERS, strict=False):
-        looks[line] = {"color": color, "linewidth": 1.8, "zorder": COLOURED, "marker": marker}
+        looks[line] = {"color": color, "linewidth": 1.8, "zorder": Z_COLOURED, "marker": marker}
     for line in looks.keys() & set(references):
-        looks[line] = {"color": LIGHT.ink, "linewidth": 2.4, "zorder": REFERENCE, "marker": "o"}
+        looks[line] = {"color": LIGHT.ink, "linewidth": 2.4, "zorder": Z_REFERENCE, "marker": "o"}
     return looks
 
 
 def _draw(
-    ax: Axes, points: pd.DataFrame, looks: Mapping[str, dict[str, Any]], limits: tuple[float, float], number: str
+    ax: Axes, points: pd.DataFrame, looks: Mapping[str, dict[str, Any]], limits: tuple[float, float], value_format: str
 ) -> None:
     """Draw lines within an axis, and name them beside their ends.
 
@@ -349,12 +349,12 @@ def _draw(
     ax.ticklabel_format(axis="y", useOffset=False)
     ax.xaxis.set_major_formatter("{x:,.10g}")
     ends = over_seeds(points).drop_duplicates("line", keep="last").sort_values("y", ascending=False, kind="stable")
-    names: list[Name] = []
+    names: list[EndLabel] = []
     for line, end in zip(ends.line, ends.y, strict=True):
         look = looks[line] | {"markersize": 4.5}
         of_line = points[points.line == line]
         means = over_seeds(of_line)
-        if look["zorder"] == GREY:
+        if look["zorder"] == Z_GREY:
             ax.plot(means.x, means.y, **look)
             continue
         aside = transforms.ScaledTranslation(DODGE / 72 * (len(names) % 5 - 2), 0, ax.figure.dpi_scale_trans)
@@ -372,7 +372,7 @@ def _draw(
         if math.isnan(end):
             words = " diverged"
         elif not low <= end <= high:
-            words = f" {'↓' if end < low else '↑'} {number.format(end)}"
+            words = f" {'↓' if end < low else '↑'} {value_format.format(end)}"
         # A line that diverged has no end: its name stands at the top.
         beside = high if math.isnan(end) else min(max(end, low), high)
         names.append((line + words, means.x.iloc[-1], beside, look["color"]))
@@ -381,19 +381,19 @@ def _draw(
     name_ends(ax, names)
 
 
-def name_ends(ax: Axes, names: Sequence[Name]) -> None:
+def name_ends(ax: Axes, names: Sequence[EndLabel]) -> None:
     """Write names right of the axes, each beside the end of its line and none upon another."""
     ax.figure.draw_without_rendering()  # type: ignore[union-attr]
     box = ax.get_window_extent()
     wanted = [(ax.transData.transform((x, y))[1] - box.y0) / box.height for _, x, y, _ in names]
     characters = int(4 * ax.figure.bbox.width / ax.figure.dpi)  # in a row
     rows = [textwrap.fill(printable(name), characters) for name, *_ in names]
-    line_height = 1.25 * WORDS * ax.figure.dpi / 72 / box.height
+    line_height = 1.25 * FONT_SIZE * ax.figure.dpi / 72 / box.height
     heights = [line_height * (text.count("\n") + 1) for text in rows]
     for (_, x, y, color), text, place in zip(names, rows, _spread(wanted, heights), strict=True):
         ax.annotate(
             text, (x, y), xytext=(1.05, place), textcoords="axes fraction", annotation_clip=False, va="center",
-            color=color, fontsize=WORDS, parse_math=False,
+            color=color, fontsize=FONT_SIZE, parse_math=False,
             arrowprops={
                 "arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5),
             },
@@ -418,7 +418,7 @@ def titled(ax: Axes, title: str, note: str = "") -> None:
     inches = ax.figure.bbox.width / ax.figure.dpi * ax.get_position().width / 0.775
     characters = int(12 * inches)
     lines = [*textwrap.wrap(printable(title), characters), *textwrap.wrap(note, characters)]
-    ax.set_title("\n".join(lines), loc="left", fontsize=WORDS, color=LIGHT.ink)
+    ax.set_title("\n".join(lines), loc="left", fontsize=FONT_SIZE, color=LIGHT.ink)
 
 
 def untitled(ax: Axes) -> Axes:

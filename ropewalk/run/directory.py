@@ -47,7 +47,7 @@ from conf.files import (
     write_json,
     write_text,
 )
-from conf.schema import Config, S, parse, without_gone
+from conf.schema import Config, S, parse, without_removed
 from ropewalk.run.processes import is_rank_zero, rank_zero_only
 from ropewalk.run.provenance import provenance, source_state
 
@@ -317,7 +317,7 @@ def read_config(run: Path) -> dict[str, Any]:
     path = run / "config.yaml"
     with naming_damage(path, RESTORE):
         # Parsed also for the defaults of fields that the run is older than.
-        return parse(Config, without_gone(read_yaml(path))).model_dump()
+        return parse(Config, without_removed(read_yaml(path))).model_dump()
 
 
 def check_identity(run: Path, identity: dict[str, Any]) -> None:
