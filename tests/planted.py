@@ -79,5 +79,5 @@ DATA.token_bytes = TOKEN_BYTES
 
 def results_of(plan, net, token_bytes=None):
     """What a network measures by all jobs of a plan."""
-    score = Scorer(net, token_bytes=token_bytes)
-    return [measured for part in plan.parts for measured in part.run(score)]
+    scorer = Scorer(net, token_bytes=token_bytes)
+    return [measured for part in plan.parts for measured in part.run(scorer)]

@@ -51,15 +51,15 @@ class Reach(Measure):
         return Plan("reach", settings, [Part(length, partial(_run, texts, distances))])
 
 
-def _run(texts: EvalSet, distances: Sequence[int], score: Scorer) -> list[PartResult]:
-    sums = score(texts)
+def _run(texts: EvalSet, distances: Sequence[int], scorer: Scorer) -> list[PartResult]:
+    sums = scorer(texts)
     n = len(sums.nats)
     size = max(1, BATCH_TOKENS // texts.length)
     batches = []
     for start in range(0, n, size):
         x, y = texts.batch(start, min(n, start + size))
-        with score.autocast():
-            batches.append(shares(score.net, x, y[:, -1], distances, score.encodings))
+        with scorer.autocast():
+            batches.append(shares(scorer.net, x, y[:, -1], distances, scorer.encodings))
     measured = []
     for name in batches[0]:
         percent = 100 * torch.cat([batch[name] for batch in batches])  # [texts, distances]

@@ -56,10 +56,12 @@ class Ruler(Measure):
         return Plan("ruler", settings, parts)
 
 
-def _run(texts: Callable[..., EvalSet], task: str, length: int, depth: float | None, score: Scorer) -> list[PartResult]:
+def _run(
+    texts: Callable[..., EvalSet], task: str, length: int, depth: float | None, scorer: Scorer
+) -> list[PartResult]:
     # In the twin the same answer is wrong: its probability there is what chance and the wording give.
-    asked = score(texts(task, length, depth or 0.0, False))
-    twins = score(texts(task, length, depth or 0.0, True))
+    asked = scorer(texts(task, length, depth or 0.0, False))
+    twins = scorer(texts(task, length, depth or 0.0, True))
     return [asked.measured(length, baseline=twins.nats, task=task, depth=depth)]
 
 

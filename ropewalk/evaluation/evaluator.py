@@ -208,9 +208,9 @@ class Evaluator:
         """
         with evaluating(self.net):
             for _, encodings in self._variants():
-                score = self._scorer(encodings, limit=1)
+                scorer = self._scorer(encodings, limit=1)
                 for plan in self.planned:
-                    _run(plan, score)
+                    _run_plan(plan, scorer)
 
     def measure(
         self, run: RunDir, step: int, asked: Sequence[str | Measure] | None = None,
@@ -227,8 +227,8 @@ class Evaluator:
         Raises ValueError: as `plans` does.
         """
         weights = Weights(run, step, self.cfg.train_len)
-        measures = self.planned if asked is None else plans(self.data, self.cfg, asked)
-        return self._measure(weights, measures, self._variants(), existing)
+        planned = self.planned if asked is None else plans(self.data, self.cfg, asked)
+        return self._measure(weights, planned, self._variants(), existing)
 
     def measure_start(self, run: RunDir, base: Mapping[str, Any]) -> None:
         """Measure the weights of the model `base` before the first step, on the texts of `lengths`.
@@ -250,28 +250,32 @@ class Evaluator:
         self._measure(Weights(run, 0, base["train_len"]), self.planned[:1], variants)
 
     def _measure(
-        self, weights: Weights, measures: Sequence[Plan], variants: Variants,
+        self, weights: Weights, plans: Sequence[Plan], variants: Variants,
         existing: Sequence[Evaluation] | None = None,
     ) -> list[Evaluation]:  # fmt: skip
+        """Return the results of each plan by each variant, which are measured unless they are in `existing`.
+
+        Rank zero saves each at once. `existing` is as of `measure`.
+        """
         run = weights.run
         if existing is None:
             existing = processes.on_rank_zero(lambda: load_all(run.path))
         known = {e.file_name: e for e in existing}
-        is_first = processes.is_rank_zero()
+        is_rank_zero = processes.is_rank_zero()
         results: list[Evaluation] = []
         with evaluating(self.net):
             for variant, encodings in variants:
                 # One scorer serves all measures of a variant: it keeps the losses that several of them need.
-                score = self._scorer(encodings)
-                for plan in measures:
+                scorer = self._scorer(encodings)
+                for plan in plans:
                     # Without its numbers yet: the name of its file tells whether it was measured before.
                     result = self._result(weights, plan, variant, encodings)
                     if result.file_name not in known:
-                        if is_first:
+                        if is_rank_zero:
                             print(f"measuring {plan.kind.replace('_', ' ')} of {variant.label}", flush=True)
-                        measured, skipped = _run(plan, score)
+                        measured, skipped = _run_plan(plan, scorer)
                         result = result.model_copy(update={"measured": measured, "skipped": skipped})
-                        if is_first:
+                        if is_rank_zero:
                             check_place(run.path, run.run_id)
                             result.save(run.path / "evals")
                     results.append(known.get(result.file_name, result))
@@ -340,12 +344,12 @@ def _variant(pe: dict[str, Any], scale: float, encodings: Encodings, *, zero_sho
     return Variant(label=label, pe=pe, scale=scale, zero_shot=zero_shot)
 
 
-def _run(plan: Plan, score: Scorer) -> tuple[list[PartResult], list[int]]:
+def _run_plan(plan: Plan, scorer: Scorer) -> tuple[list[PartResult], list[int]]:
     """Return the results of a measure, and the lengths that are skipped because the encoding ends before them."""
-    max_len = max_len_of(score.encodings or score.net.encodings) or math.inf  # None: they read any length
+    max_len = max_len_of(scorer.encodings or scorer.net.encodings) or math.inf  # None: they read any length
     skipped = {part.length for part in plan.parts if part.length > max_len}
     measured: list[PartResult] = []
     for part in plan.parts:
         if part.length not in skipped:
-            measured += part.run(score)
+            measured += part.run(scorer)
     return measured, sorted(skipped)

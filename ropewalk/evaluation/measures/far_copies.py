@@ -80,10 +80,10 @@ def far_copies(data: Data, cfg: Config) -> Plan:
         group[:, :short] = -1
         return group
 
-    def run(score: Scorer) -> list[PartResult]:
+    def run(scorer: Scorer) -> list[PartResult]:
         group = group_of_targets()
-        whole = score(texts, group, 2 * octaves)
-        baseline = nats_of_cut(score, texts, group, 2 * octaves, short)
+        whole = scorer(texts, group, 2 * octaves)
+        baseline = nats_of_cut(scorer, texts, group, 2 * octaves, short)
         measured = []
         for i in range(2 * octaves):
             if not whole.tokens[:, i].any():  # no text has targets in this group
@@ -121,7 +121,7 @@ def windows(length: int, short: int) -> Iterator[tuple[slice, int]]:
         scored_to = start + short
 
 
-def nats_of_cut(score: Scorer, texts: EvalSet, groups: Tensor, n_groups: int, short: int) -> np.ndarray:
+def nats_of_cut(scorer: Scorer, texts: EvalSet, groups: Tensor, n_groups: int, short: int) -> np.ndarray:
     """Sum the losses of the targets from `short` on, read in `windows`, for each text and group, nats [n, n_groups].
 
     Args:
@@ -131,7 +131,7 @@ def nats_of_cut(score: Scorer, texts: EvalSet, groups: Tensor, n_groups: int, sh
     for window, n_scored in windows(texts.length, short):
         of_window = groups[:, window].clone()
         of_window[:, :n_scored] = -1
-        total = total + score(only(texts, window), of_window, n_groups).nats
+        total = total + scorer(only(texts, window), of_window, n_groups).nats
     return total
 
 

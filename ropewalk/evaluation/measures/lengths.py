@@ -44,8 +44,8 @@ def lengths(data: Data, cfg: Config) -> Plan:
     return Plan("lengths", settings, parts)
 
 
-def _score(data: Data, texts: EvalSet, optimum: Callable[[int], np.ndarray | None], score: Scorer) -> list[PartResult]:
-    sums = score(texts)
+def _score(data: Data, texts: EvalSet, optimum: Callable[[int], np.ndarray | None], scorer: Scorer) -> list[PartResult]:
+    sums = scorer(texts)
     if data.task:  # measured by its errors alone, so that no text is drawn for an optimum
         return [sums.measured(texts.length, texts=texts, task=data.task, difficulty=texts.name)]
     return [sums.measured(texts.length, optimum=optimum(len(sums.nats)), texts=texts)]
@@ -76,8 +76,8 @@ def by_position(data: Data, cfg: Config) -> Plan:
     # The bin of each position: all are as wide as the first, but the last one, which may be narrower.
     bin_of = torch.arange(length) // len(bins[0])
 
-    def run(score: Scorer) -> list[PartResult]:
-        sums = score(texts, bin_of.expand(texts.n, length), len(bins))
+    def run(scorer: Scorer) -> list[PartResult]:
+        sums = scorer(texts, bin_of.expand(texts.n, length), len(bins))
         measured = []
         for i, positions in enumerate(bins):
             span = int(positions[0]), int(positions[-1])

@@ -67,12 +67,12 @@ def test_tokens_outside_of_the_vocabulary_are_an_error(token, name):
 def test_texts_grouped_in_two_ways_are_read_once():
     net = Planted(lambda seen: np.full(50, 1 / 50))
     part = DATA.part(32, 32)
-    score = Scorer(net, token_bytes=TOKEN_BYTES)
+    scorer = Scorer(net, token_bytes=TOKEN_BYTES)
     position = torch.arange(32)
     thirds = position % 3 - 1  # -1 is not scored
     twelves = position // 12  # they need losses that the thirds did not
     for groups, sizes in ((thirds, [11, 10]), (twelves, [12, 12, 8])):
-        sums = score(part, groups.expand(5, 32), len(sizes))
+        sums = scorer(part, groups.expand(5, 32), len(sizes))
         assert sums.tokens.tolist() == [sizes] * 5
         np.testing.assert_allclose(sums.nats, math.log(50) * sums.tokens, rtol=1e-5)
 
@@ -83,7 +83,7 @@ def test_dropout_is_off_and_the_mode_kept():
     """Scoring between two steps must not change how the next one trains."""
     net = build_gpt("rope", dropout=0.5).train()
     part = DATA.part(16, 16)
-    score = Scorer(net)
+    scorer = Scorer(net)
     with evaluating(net):
-        np.testing.assert_array_equal(score(part).nats, score(part).nats)
+        np.testing.assert_array_equal(scorer(part).nats, scorer(part).nats)
     assert net.training
