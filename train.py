@@ -36,7 +36,7 @@ from ropewalk.evaluation.objective import objective
 from ropewalk.report import loggers, page
 from ropewalk.run import processes
 from ropewalk.run.directory import RunDir, check_identity
-from ropewalk.run.stop import INTERRUPTED, STOPPED, noting_signals
+from ropewalk.run.stop import EXIT_INTERRUPTED, EXIT_STOPPED, noting_signals
 from ropewalk.training import checkpoints, distributed, rows
 from ropewalk.training.hardware import Hardware, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
@@ -101,7 +101,7 @@ def finish(run: RunDir, fabric: "Fabric", hardware: Hardware, deadline: float) -
 
     training.rehearse()
     rows.print_summary(cfg, net, data, hardware, size)
-    logger = loggers.Tracker(run, size)
+    logger = loggers.Trackers(run, size)
 
     with run.lock():
         # All that may be missing or damaged is read before anything is written: an error leaves the run as it is.
@@ -193,7 +193,7 @@ class Training:
                 checkpoints.take_over(base["source"], self.net, self.optimizer)
         return progress
 
-    def fit(self, run: RunDir, logger: Any, progress: checkpoints.Progress, deadline: float) -> None:
+    def fit(self, run: RunDir, logger: loggers.Trackers, progress: checkpoints.Progress, deadline: float) -> None:
         """Train from the step after `progress` to the last one; log, validate, measure and save where they are due.
 
         Updates `progress`. After the `deadline`, as `time.monotonic` says it, it stops early.
@@ -216,7 +216,9 @@ class Training:
                 norms.append(norm)
 
                 told_to_stop = bool(signals) or time.monotonic() > deadline
-                due = self.due(step, time.perf_counter() - saved, told_to_stop=told_to_stop, showing=screen.is_due())
+                due = self.what_is_due(
+                    step, time.perf_counter() - saved, told_to_stop=told_to_stop, showing=screen.is_due()
+                )
                 if due.logging or due.measuring or due.saving or due.showing:
                     # A GPU only queues steps. Reading their norms waits for them, and then the clock is read.
                     check_finite(self.net, norms, step, cfg.optim)
@@ -252,21 +254,21 @@ class Training:
                 reasons = signals or (["trainer.time_limit"] if late else ["another process was told to stop"])
                 reason = ", ".join(reasons)
                 print(f"{reason}: stopped after step {progress.step}; rerun the same command to resume")
-                raise SystemExit(INTERRUPTED if interrupted else STOPPED)
+                raise SystemExit(EXIT_INTERRUPTED if interrupted else EXIT_STOPPED)
 
-    def due(self, step: int, since_saved: float, *, told_to_stop: bool, showing: bool) -> Due:
+    def what_is_due(self, step: int, since_saved: float, *, told_to_stop: bool, showing: bool) -> Due:
         """What is due after `step`, `since_saved` seconds after the last checkpoint. All ranks call it."""
         t = self.cfg.trainer
         # Signals and clocks differ among ranks, but stopping and saving take all of them: if one rank must, all do.
-        late = since_saved > 60 * t.checkpoint_minutes
-        stopping, late, showing = processes.any_rank(told_to_stop, late, showing)
+        overdue = since_saved > 60 * t.checkpoint_minutes
+        stopping, overdue, showing = processes.any_rank(told_to_stop, overdue, showing)
         last = step == t.max_steps
         validating = step % t.val_every == 0 or last
         return Due(
             logging=step % t.log_every == 0 or step == 1 or validating,
             validating=validating,
             measuring=self.evaluator.is_due(step),
-            saving=step % t.checkpoint_every == 0 or last or late or stopping,
+            saving=step % t.checkpoint_every == 0 or last or overdue or stopping,
             showing=showing,
             stopping=stopping,
         )
@@ -334,7 +336,7 @@ class Training:
         return torch.stack((loss.detach() * share, share))
 
     def log(
-        self, run: RunDir, logger: Any, progress: checkpoints.Progress, norm: Tensor, *, validating: bool
+        self, run: RunDir, logger: loggers.Trackers, progress: checkpoints.Progress, norm: Tensor, *, validating: bool
     ) -> dict[str, Any]:
         """Write a row of metrics.jsonl about the steps since the last one, show it in the tracker, and return it."""
         row = rows.training_row(progress, self.cfg)

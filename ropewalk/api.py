@@ -27,7 +27,7 @@ from ropewalk.app.init_from import opened
 from ropewalk.app.resolve import variants
 from ropewalk.report import frame, table
 from ropewalk.run.directory import RunDir
-from ropewalk.run.stop import INTERRUPTED
+from ropewalk.run.stop import EXIT_INTERRUPTED
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -230,7 +230,7 @@ def train(*overrides: str, config: DictConfig | None = None) -> Path:
     try:
         train_run(cfg)
     except SystemExit as end:
-        if end.code == INTERRUPTED:
+        if end.code == EXIT_INTERRUPTED:
             raise KeyboardInterrupt from None
         raise
     return RunDir(cfg).path

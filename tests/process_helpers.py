@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from hydra.core.plugins import Plugins
 
-from ropewalk.run.stop import STOPPED
+from ropewalk.run.stop import EXIT_STOPPED
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -62,7 +62,7 @@ def terminated(command: list[str], *files: Path, **options: Any) -> tuple[str, s
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate()
-    assert process.returncode == STOPPED, err
+    assert process.returncode == EXIT_STOPPED, err
     return out, err
 
 

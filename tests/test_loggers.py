@@ -82,7 +82,7 @@ def numbers(shown) -> dict:
 def test_every_row_is_shown_once_after_an_interruption(train, straight):
     """Rows between the last checkpoint and the crash come twice in time, but once in each tracker."""
     options = [*QUICK, "trainer.log_every=1", "trainer.val_every=6"]
-    with On("ropewalk.report.loggers.Tracker.log", 4, power_cut), pytest.raises(RuntimeError, match="power cut"):
+    with On("ropewalk.report.loggers.Trackers.log", 4, power_cut), pytest.raises(RuntimeError, match="power cut"):
         train(*options, "logger=[tensorboard,wandb]")
 
     assert "after step 2" in train(*options, "logger=[tensorboard,wandb]").out

@@ -13,7 +13,7 @@ from process_helpers import STEP, On, kill, terminated, together
 from safetensors.torch import load_file
 
 from ropewalk.run.directory import steps_in
-from ropewalk.run.stop import INTERRUPTED, STOPPED
+from ropewalk.run.stop import EXIT_INTERRUPTED, EXIT_STOPPED
 from ropewalk.training.checkpoints import path_of
 
 # 7 sequences of validation are no multiple of two.
@@ -147,12 +147,12 @@ def test_another_number_of_processes_goes_on(train, job, straight, kind):
     kind = f"trainer={kind}"
     run = train.runs / "changing"
     stopping = On(STEP, 3, partial(signal.raise_signal, signal.SIGTERM))
-    job([None, stopping], kind, *TEXT, "name=changing", codes=[STOPPED] * 2)
+    job([None, stopping], kind, *TEXT, "name=changing", codes=[EXIT_STOPPED] * 2)
 
     assert steps_in(run / "checkpoints")[-1] == 2
 
     with On(STEP, 3, partial(signal.raise_signal, signal.SIGINT)):
-        train(*TEXT, "name=changing", code=INTERRUPTED)
+        train(*TEXT, "name=changing", code=EXIT_INTERRUPTED)
 
     assert steps_in(run / "checkpoints")[-1] == 4
 

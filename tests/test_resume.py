@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from model.gpt import GPT
 from ropewalk.run.directory import steps_in
-from ropewalk.run.stop import INTERRUPTED, STOPPED, noting_signals
+from ropewalk.run.stop import EXIT_INTERRUPTED, EXIT_STOPPED, noting_signals
 
 STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 3, train_len: 8, pe: {base: 500}}]"
 HARD = (
@@ -62,7 +62,7 @@ def test_killed_twice(train, straight, when):
 
 @pytest.mark.parametrize(
     ("number", "code", "call", "step", "rows"),
-    [(signal.SIGUSR1, STOPPED, 9, 5, [1, 3]), (signal.SIGINT, INTERRUPTED, 11, 6, [1, 3, 6])],
+    [(signal.SIGUSR1, EXIT_STOPPED, 9, 5, [1, 3]), (signal.SIGINT, EXIT_INTERRUPTED, 11, 6, [1, 3, 6])],
 )
 def test_a_signal_stops_after_the_step(train, straight, number, code, call, step, rows):
     """It comes in the first half of a step: of the fifth, at which nothing is due, or of the last."""
@@ -198,7 +198,7 @@ def test_a_full_disk(train, run, straight, fill_disk):
 
 def test_changed_and_deleted_data_are_refused(train, run):
     with On(STEP, 1, partial(signal.raise_signal, signal.SIGTERM)):
-        train("pe=rope", code=STOPPED)
+        train("pe=rope", code=EXIT_STOPPED)
     before = snapshot(run)
     for path in train.corpus.iterdir():
         path.write_text(path.read_text() + "loose ends")

@@ -24,8 +24,8 @@ from omegaconf import DictConfig
 from conf.options import CONF_DIR
 from ropewalk.app.compose import composed, plain, quoted
 from ropewalk.app.explain import ERRORS, check_overrides, explain, help_text
-from ropewalk.app.side_by_side import LAUNCHER, RESULT
-from ropewalk.run.stop import INTERRUPTED, PARENT, STOPPED, die_with_parent
+from ropewalk.app.side_by_side import LAUNCHER_ENV, RESULT_ENV
+from ropewalk.run.stop import EXIT_INTERRUPTED, EXIT_STOPPED, PARENT_ENV, die_with_parent
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # environment variable: 1 shows where an error arose
 
@@ -43,7 +43,7 @@ def run(module: str, schema: str | None = None) -> NoReturn:
         schema: "module:class" of its configuration, to check this before `module` is imported.
     """
     # A sweep has started this process, or rank zero of its run: it ends with that one, also while it still imports.
-    parent = int(os.environ.pop(LAUNCHER, "") or os.environ.get(PARENT, "") or os.getpid())
+    parent = int(os.environ.pop(LAUNCHER_ENV, "") or os.environ.get(PARENT_ENV, "") or os.getpid())
     if parent != os.getpid():
         die_with_parent(parent)
     if sys.stdout is None:  # closed, as by >&-
@@ -62,7 +62,7 @@ def run(module: str, schema: str | None = None) -> NoReturn:
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(task)()
         sys.stdout.flush()
     except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
+        raise SystemExit(EXIT_INTERRUPTED) from None
     except Exception as error:
         fail(error)
         raise
@@ -125,7 +125,7 @@ class Task:
 
     def __call__(self, config: DictConfig) -> Any:
         is_alone = HydraConfig.get().mode == RunMode.RUN
-        result_to = os.environ.pop(RESULT, None)
+        result_to = os.environ.pop(RESULT_ENV, None)
         # Hydra had to let errors pass: from here on, and in further processes, the user's own setting holds.
         with env_override({FULL_ERROR: self.full_error}):
             try:
@@ -137,7 +137,7 @@ class Task:
                 program: Any = import_module(self.module)
                 result = program.main(_checked(program.Arguments, config) if hasattr(program, "Arguments") else config)
             except SystemExit as end:  # in a sweep some programs say by their exit code what they have found
-                if is_alone or end.code in (STOPPED, INTERRUPTED):
+                if is_alone or end.code in (EXIT_STOPPED, EXIT_INTERRUPTED):
                     raise
                 return end.code
             except Exception as error:

@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ropewalk.run.stop import INTERRUPTED, STOPPED, noting_signals
+from ropewalk.run.stop import EXIT_INTERRUPTED, EXIT_STOPPED, noting_signals
 
 # Environment variables of the processes that are started here: the id of this one, with which they end, and the file
 # handle that takes the result of their task as JSON.
-LAUNCHER = "ROPEWALK_LAUNCHER"
-RESULT = "ROPEWALK_RESULT"
+LAUNCHER_ENV = "ROPEWALK_LAUNCHER"
+RESULT_ENV = "ROPEWALK_RESULT"
 POLL = 0.1  # seconds between two looks at the processes
 REPORT = 60  # seconds between two lines about what runs, where there is no terminal
 Place = Mapping[str, str]  # environment variables that give a process its device
@@ -122,7 +122,7 @@ def run_all(commands: Mapping[str, Sequence[str]], places: Sequence[Place], logs
             f"{signals[0]}: stopped, {len(ended)} of {len(commands)} had ended; rerun the same command to resume",
             flush=True,
         )
-        raise SystemExit(INTERRUPTED if "SIGINT" in signals else STOPPED)
+        raise SystemExit(EXIT_INTERRUPTED if "SIGINT" in signals else EXIT_STOPPED)
     return ended
 
 
@@ -147,7 +147,7 @@ def _said(ended: Mapping[str, Ended], name: str, of: int, at_once: int) -> str:
 
 def _start(command: Sequence[str], place: Place, log: Path) -> Running:
     reader, writer = os.pipe()
-    environment = {**os.environ, **place, LAUNCHER: str(os.getpid()), RESULT: str(writer)}
+    environment = {**os.environ, **place, LAUNCHER_ENV: str(os.getpid()), RESULT_ENV: str(writer)}
     if "OMP_NUM_THREADS" in os.environ:  # the user's own choice
         environment["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"]
     environment.pop("HYDRA_FULL_ERROR", None)  # set by the command line of this process
@@ -172,7 +172,7 @@ def _problem(one: Running) -> str:
     code = one.process.returncode
     if code == 0:
         return ""
-    if code in (STOPPED, INTERRUPTED):
+    if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         return "stopped by a signal, after a checkpoint"
     if code == -signal.SIGKILL:
         return "killed, perhaps for lack of memory"

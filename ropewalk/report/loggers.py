@@ -9,11 +9,10 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import pandas as pd
 
@@ -25,7 +24,7 @@ from ropewalk.report.answer import far_text
 from ropewalk.report.table import headline, of_one_setting, over_seeds, results
 from ropewalk.run.directory import RunDir, read_metrics
 from ropewalk.run.processes import is_rank_zero
-from ropewalk.run.stop import INTERRUPTED, STOPPED
+from ropewalk.run.stop import EXIT_INTERRUPTED, EXIT_STOPPED
 
 WANDB_COLUMNS = [
     "measure", "variant", "zero_shot", "step", "task", "difficulty", "depth", "span_start", "span_end", "continuation",
@@ -35,8 +34,24 @@ BY_LENGTH = "vs_length"  # section of the charts against length
 PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio")  # of the options of `logger`
 
 
+class Tracker(Protocol):
+    """What shows a run, which it gets as numbers, texts and results. Whatever it raises becomes a warning."""
+
+    def log_metrics(self, values: Mapping[str, Any], step: int) -> None:
+        """Show numbers by their names in charts, see `_chart_name`."""
+
+    def log_text(self, text: str, step: int) -> None:
+        """Show what the network writes."""
+
+    def publish(self, runs: frame.Runs, table: pd.DataFrame) -> None:
+        """Show the results of the run, alone in `runs`, and in their long `table`."""
+
+    def finalize(self, status: str) -> None:
+        """End with "success" or "failed"."""
+
+
 class TensorBoard:
-    """TensorBoard's files, with the methods of Fabric's loggers."""
+    """TensorBoard's files as a `Tracker`."""
 
     def __init__(self, run: RunDir, config: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -74,7 +89,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A wandb run with the methods of Fabric's loggers.
+    """A wandb run as a `Tracker`.
 
     It takes the place of Lightning's, which prompts for a key and counts steps itself: replayed rows would appear
     twice.
@@ -134,14 +149,14 @@ class Wandb:
         self.run.finish(exit_code=int(status == "failed"))
 
 
-class OfLightning:
-    """A logger of `logger.trackers`, a Logger of Lightning's or a subclass, with the methods of the trackers above.
+class LightningTracker:
+    """A logger of `logger.trackers`, a Logger of Lightning's or a subclass, as a `Tracker`.
 
     Lightning's loggers show numbers: they get no text, and of the results what is a number.
     """
 
-    def __init__(self, cls: type, options: Mapping[str, Any], run: RunDir, config: dict[str, Any]) -> None:
-        self.logger = cls(**options)
+    def __init__(self, logger: Any, config: dict[str, Any]) -> None:
+        self.logger = logger
         self.logger.log_hyperparams(config)
 
     def log_metrics(self, values: Mapping[str, Any], step: int) -> None:
@@ -163,18 +178,18 @@ class OfLightning:
         self.logger.finalize(status)
 
 
-OPEN: dict[str, Callable[[RunDir, dict[str, Any]], Any]] = {"tensorboard": TensorBoard, "wandb": Wandb}
+TRACKERS: dict[str, Callable[[RunDir, dict[str, Any]], Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 
-def opener(run: RunDir, kind: str) -> Callable[[RunDir, dict[str, Any]], Any]:
-    """Return what opens this tracker of `logger.trackers`, as those of OPEN are opened.
+def tracker_factory(run: RunDir, name: str) -> Callable[[RunDir, dict[str, Any]], Tracker]:
+    """Return what opens the tracker `name` of `logger.trackers`, as those of TRACKERS are opened.
 
     Raises ValueError: there is no such class, or its constructor does not take these options.
     """
     from lightning.fabric.loggers import Logger
 
-    where = f"logger.trackers.{kind}"
-    cls, options = plugins.resolve(run.cfg.logger.trackers[kind], Logger, "lightning", where)  # type: ignore[type-abstract]
+    where = f"logger.trackers.{name}"
+    cls, options = plugins.resolve(run.cfg.logger.trackers[name], Logger, "lightning", where)  # type: ignore[type-abstract]
     named = {"name": run.cfg.name, "run": run.path, "run_id": run.run_id}
     for key, value in options.items():
         if isinstance(value, str):
@@ -183,10 +198,10 @@ def opener(run: RunDir, kind: str) -> Callable[[RunDir, dict[str, Any]], Any]:
         inspect.signature(cls).bind(**options)
     except TypeError as error:
         raise ConfigError(f"{where}: {error}; it takes {inspect.signature(cls)}") from None
-    return partial(OfLightning, cls, options)
+    return lambda run, config: LightningTracker(cls(**options), config)
 
 
-class Tracker:
+class Trackers:
     """Shows rows of metrics.jsonl (`log`) and the results in evals/ (`publish`) on rank zero.
 
     It is a context manager, to be entered once the run directory exists.
@@ -200,31 +215,31 @@ class Tracker:
     def __init__(self, run: RunDir, facts: Mapping[str, Any]) -> None:
         self.run = run
         self.config = run.cfg.model_dump() | dict(facts)
-        # The options of `logger` have a flag for each kind in OPEN.
-        self.open = {kind: open_one for kind, open_one in OPEN.items() if getattr(run.cfg.logger, kind)}
-        of_user = run.cfg.logger.trackers
-        for kind in [*self.open, *of_user]:
-            if kind in PACKAGES and not find_spec(kind):
-                raise ValueError(f"logger={kind} needs a package: pip install {kind}")
-        self.open |= {kind: opener(run, kind) for kind in of_user}
-        # By kind, on rank zero: None until it is opened. One that fails is taken out.
-        self.trackers: dict[str, Any] = dict.fromkeys(self.open if is_rank_zero() else [])
+        # The options of `logger` have a flag for each name in TRACKERS.
+        self.factories = {name: factory for name, factory in TRACKERS.items() if getattr(run.cfg.logger, name)}
+        user_trackers = run.cfg.logger.trackers
+        for name in [*self.factories, *user_trackers]:
+            if name in PACKAGES and not find_spec(name):
+                raise ValueError(f"logger={name} needs a package: pip install {name}")
+        self.factories |= {name: tracker_factory(run, name) for name in user_trackers}
+        # By name, on rank zero, once they are open. One that fails is taken out.
+        self.trackers: dict[str, Tracker] = {}
 
-    def _each(self, act: Callable[[str, Any], None]) -> None:
-        """Do something with every tracker; one that fails is left out from then on."""
-        for kind, tracker in list(self.trackers.items()):
+    def _each(self, names: Iterable[str], act: Callable[[str], None]) -> None:
+        """Do something with every tracker of these; one that fails is left out from then on."""
+        for name in [*names]:
             # A full disk or a server that is down must not end a training.
             try:
-                act(kind, tracker)
+                act(name)
             except Exception as error:
-                del self.trackers[kind]
-                warnings.warn(f"logger={kind} failed, the run goes on without it: {error}", stacklevel=3)
+                self.trackers.pop(name, None)
+                warnings.warn(f"logger={name} failed, the run goes on without it: {error}", stacklevel=3)
 
-    def _open(self, kind: str, _: None) -> None:
-        self.trackers[kind] = self.open[kind](self.run, self.config)
+    def _open(self, name: str) -> None:
+        self.trackers[name] = self.factories[name](self.run, self.config)
 
     def __enter__(self) -> None:
-        self._each(self._open)
+        self._each(self.factories if is_rank_zero() else [], self._open)
         # Rows of a run that is resumed: the new trackers have not seen them.
         if self.trackers and self.run.metrics.exists():
             for row in read_metrics(self.run.path):
@@ -232,30 +247,30 @@ class Tracker:
 
     def log(self, row: Mapping[str, Any]) -> None:
         # Any of them can be an axis, train/seconds too.
-        values = {_shown(name): value for name, value in row.items() if name != "step"}
-        self._each(lambda _, tracker: tracker.log_metrics(values, row["step"]))
+        values = {_chart_name(name): value for name, value in row.items() if name != "step"}
+        self._each(self.trackers, lambda name: self.trackers[name].log_metrics(values, row["step"]))
 
     def sample(self, text: str, step: int) -> None:
         """Show what the network writes, also on the terminal. It is in no file of the run, and so it is shown once."""
         if is_rank_zero():
             print(printable(text), flush=True)
-        self._each(lambda _, tracker: tracker.log_text(text, step))
+        self._each(self.trackers, lambda name: self.trackers[name].log_text(text, step))
 
     def publish(self) -> None:
         """Show the results of a run that is complete."""
-        self._each(self._publish)
+        self._each(self.trackers, self._publish)
 
-    def _publish(self, _: str, tracker: Any) -> None:
+    def _publish(self, name: str) -> None:
         runs = frame.load(self.run.path)
-        tracker.publish(runs, results(runs))
+        self.trackers[name].publish(runs, results(runs))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        stopped = isinstance(error, SystemExit) and error.code in (STOPPED, INTERRUPTED)
+    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        stopped = isinstance(error, SystemExit) and error.code in (EXIT_STOPPED, EXIT_INTERRUPTED)
         status = "success" if error is None or stopped else "failed"
-        self._each(lambda _, tracker: tracker.finalize(status))
+        self._each(self.trackers, lambda name: self.trackers[name].finalize(status))
 
 
-def _shown(name: str) -> str:
+def _chart_name(name: str) -> str:
     """The name of a number of metrics.jsonl in trackers, which group by what stands before the slash."""
     if "/" not in name:
         return f"train/{name}"

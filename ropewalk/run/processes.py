@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from ropewalk.run.stop import PARENT
+from ropewalk.run.stop import PARENT_ENV
 
 R = TypeVar("R")
 ANOTHER_FAILED = 2  # exit code of a rank that ends because another one failed, which says why
@@ -139,4 +139,4 @@ def forget_other_launchers() -> None:
 def is_child() -> bool:
     """True if this process was started by Fabric's own launcher, in another process of this run."""
     # `launch` puts the id of rank zero's process there, and the processes that it starts inherit it.
-    return os.environ.get(PARENT, str(os.getpid())) != str(os.getpid())
+    return os.environ.get(PARENT_ENV, str(os.getpid())) != str(os.getpid())

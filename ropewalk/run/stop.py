@@ -7,9 +7,9 @@ import signal
 import threading
 from collections.abc import Iterator
 
-STOPPED = 75  # exit code, os.EX_TEMPFAIL "try again later": a job script requeues on it and on no other
-INTERRUPTED = 130  # after Ctrl-C, as in shells
-PARENT = "ROPEWALK_PARENT"  # environment variable: process id of rank zero, for the ranks that it starts
+EXIT_STOPPED = 75  # exit code, os.EX_TEMPFAIL "try again later": a job script requeues on it and on no other
+EXIT_INTERRUPTED = 130  # after Ctrl-C, as in shells
+PARENT_ENV = "ROPEWALK_PARENT"  # environment variable: process id of rank zero, for the ranks that it starts
 
 
 @contextlib.contextmanager
@@ -20,13 +20,13 @@ def noting_signals() -> Iterator[list[str]]:
     second Ctrl-C ends the process at once. SIGUSR2 counts where a launcher waits for it, as submitit does to requeue a
     job: it gets the signal when the context ends. Outside the main thread, which alone gets signals, none is noted.
     """
-    names: list[str] = []
+    received: list[str] = []
     if threading.current_thread() is not threading.main_thread():
-        yield names
+        yield received
         return
 
     def note(number: int, _: object) -> None:
-        names.append(signal.Signals(number).name)
+        received.append(signal.Signals(number).name)
         # A step may take minutes: a second Ctrl-C kills the process.
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -36,11 +36,11 @@ def noting_signals() -> Iterator[list[str]]:
         numbers.append(signal.SIGUSR2)
     handlers = {number: signal.signal(number, note) for number in numbers}
     try:
-        yield names
+        yield received
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if "SIGUSR2" in names:
+        if "SIGUSR2" in received:
             signal.raise_signal(signal.SIGUSR2)
 
 

@@ -28,7 +28,7 @@ from ropewalk.run.processes import (
     started_by,
     world_size,
 )
-from ropewalk.run.stop import PARENT, die_with_parent
+from ropewalk.run.stop import PARENT_ENV, die_with_parent
 from ropewalk.training.context_parallel import Shared
 from ropewalk.training.hardware import Hardware
 
@@ -94,13 +94,13 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     _check_divisible(trainer, world)
     child = is_child()
     if child:
-        die_with_parent(int(os.environ[PARENT]))
+        die_with_parent(int(os.environ[PARENT_ENV]))
     elif started_by().on_this_machine:
         os.environ["SLURM_NTASKS_PER_NODE"] = str(trainer.devices)  # Fabric asks for it, also where srun was not told
     else:
         forget_other_launchers()
         if world > 1:
-            os.environ[PARENT] = str(os.getpid())  # for `is_child`, in the processes that Fabric starts
+            os.environ[PARENT_ENV] = str(os.getpid())  # for `is_child`, in the processes that Fabric starts
     fabric = _make_fabric(trainer, hardware, world)
     if not dist.is_initialized():
         yield fabric

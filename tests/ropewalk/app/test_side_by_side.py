@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-from ropewalk.app.side_by_side import LAUNCHER, RESULT, places_of, run_all
-from ropewalk.run.stop import PARENT
+from ropewalk.app.side_by_side import LAUNCHER_ENV, RESULT_ENV, places_of, run_all
+from ropewalk.run.stop import PARENT_ENV
 
 SAYS = "import os; os.write(int(os.environ['ROPEWALK_RESULT']), os.environ.get('CUDA_VISIBLE_DEVICES', '-').encode())"
 ENDS = {
@@ -106,10 +106,10 @@ def test_a_signal_stops_all_after_a_checkpoint(tmp_path, capsys, name, code):
     said = capsys.readouterr().out
     assert f"{name}: waiting for 2 to write a checkpoint" in said
     assert f"{name}: stopped, 0 of 3 had ended; rerun the same command to resume" in said
-    assert RESULT not in os.environ
+    assert RESULT_ENV not in os.environ
 
 
-@pytest.mark.parametrize("variable", [LAUNCHER, PARENT])
+@pytest.mark.parametrize("variable", [LAUNCHER_ENV, PARENT_ENV])
 def test_a_process_whose_starter_is_gone_ends_before_it_has_imported_anything(variable):
     command = [sys.executable, "train.py", "--help"]
     ended = subprocess.run(command, cwd=ROOT, env=os.environ | {variable: "1"}, capture_output=True, check=False)

@@ -11,7 +11,7 @@ from model.gpt import GPT
 from ropewalk.app.configure import train_values
 from ropewalk.app.resolve import completed
 from ropewalk.run.processes import started_by
-from ropewalk.run.stop import PARENT
+from ropewalk.run.stop import PARENT_ENV
 from ropewalk.training import distributed
 from ropewalk.training.distributed import resolve_devices
 from ropewalk.training.hardware import Hardware
@@ -46,7 +46,7 @@ TWO_OF_TWO = STEP | {"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_NNODES": "2", "SLUR
 )  # fmt: skip
 def test_what_fabric_is_told(monkeypatch, devices, variables, expected):
     """Whether somebody has started the processes; the rank of this one, of how many, on how many machines."""
-    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS_PER_NODE", PARENT):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS_PER_NODE", PARENT_ENV):
         monkeypatch.setenv(name, "")  # so that what the test sets ends with it
         monkeypatch.delenv(name)
     for name, value in variables.items():
