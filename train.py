@@ -10,7 +10,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("train", schema="conf.schema:Config")  # it checks the configuration, imports this file as `train`, calls `main`
 
-import math
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -60,7 +59,7 @@ def train(cfg: Config) -> None:
         ValueError, OSError: with the remedy. Mistakes of a user are found before the run directory is touched.
         SystemExit: stopped early, see `ropewalk.run.stop`.
     """
-    deadline = time.monotonic() + 60 * (cfg.trainer.time_limit or math.inf)  # a process may train several runs
+    deadline = time.monotonic() + 60 * (cfg.trainer.time_limit or torch.inf)  # a process may train several runs
     cfg, hardware = for_this_machine(cfg)
     tune(hardware.device, deterministic=cfg.trainer.deterministic)
     with distributed.launch(cfg.trainer, hardware) as fabric:
@@ -215,9 +214,11 @@ class Training:
                 totals += step_totals
                 norms.append(norm)
 
-                told_to_stop = bool(signals) or time.monotonic() > deadline
                 due = self.what_is_due(
-                    step, time.perf_counter() - saved, told_to_stop=told_to_stop, showing=screen.is_due()
+                    step,
+                    time.perf_counter() - saved,
+                    told_to_stop=bool(signals) or time.monotonic() > deadline,
+                    showing=screen.is_due(),
                 )
                 if due.logging or due.measuring or due.saving or due.showing:
                     # A GPU only queues steps. Reading their norms waits for them, and then the clock is read.
@@ -251,8 +252,7 @@ class Training:
             late = time.monotonic() > deadline
             stopped, interrupted = processes.any_rank(bool(signals) or late, "SIGINT" in signals)
             if stopped:
-                reasons = signals or (["trainer.time_limit"] if late else ["another process was told to stop"])
-                reason = ", ".join(reasons)
+                reason = ", ".join(signals) or ("trainer.time_limit" if late else "another process was told to stop")
                 print(f"{reason}: stopped after step {progress.step}; rerun the same command to resume")
                 raise SystemExit(EXIT_INTERRUPTED if interrupted else EXIT_STOPPED)
 

@@ -91,7 +91,6 @@ class Trainer(Section):
     checkpoint_minutes: float = Field(gt=0)
     positions: Literal["consecutive", "random", "pose"]
     max_position: Annotated[Count, Field(le=MAX_LEN)] | None  # each step draws from so many: 8 bytes each
-    short_window: Count | None = None
     keep_checkpoints: Count
     accelerator: Accelerator
     strategy: Literal["auto", "ddp", "fsdp"]
@@ -273,6 +272,7 @@ REMOVED_KEYS = {
     "overwrite": ...,
     "trainer.checkpoint_parts": ...,
     "trainer.num_nodes": ...,
+    "trainer.short_window": None,
 }
 
 

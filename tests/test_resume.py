@@ -30,7 +30,6 @@ HARD = (
     "trainer.max_position=64",
     "trainer.grad_accum_steps=2",
     "trainer.log_every=3",
-    "trainer.short_window=3",
     "pe.window=6",
     "optim.lr=0.002",
 )

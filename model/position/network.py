@@ -99,9 +99,3 @@ def for_length(encodings: Encodings, length: int) -> Encodings:
     scales = scales_of(encodings)
     scale = max(scales) if length > encodings[0].train_len else scales[0]
     return at_scale(encodings, scale)
-
-
-def with_window(encodings: Encodings, longest: int) -> Encodings:
-    """The encodings with windows of at most `longest` tokens. Layers without a window keep none."""
-    views = {pe: view(pe, window=min(pe.window, longest)) for pe in encodings if pe.window is not None}
-    return [views.get(pe, pe) for pe in encodings]

@@ -135,7 +135,7 @@ def completed(values: Mapping[str, Any]) -> Config:
     rules = [
         *_rules_of_evaluation(cfg, net),
         *_rules_of_training(cfg),
-        *_rules_of_positions(cfg, net),
+        *_rules_of_positions(cfg),
         *_rules_of_shared_texts(cfg),
     ]
     contradictions = [message for broken, message in rules if broken]
@@ -214,20 +214,16 @@ def _rules_of_training(cfg: Config) -> Rules:
     ]  # fmt: skip
 
 
-def _rules_of_positions(cfg: Config, net: GPT) -> Rules:
-    """What a step draws is possible: positions in a longer text, and windows shorter than those of `net`."""
+def _rules_of_positions(cfg: Config) -> Rules:
+    """The positions that a step draws are of a longer text, and of one document."""
     t = cfg.trainer
     positions_drawn = t.positions != "consecutive"
-    longest_window = max(pe.window or 0 for pe in net.encodings)
     return [
         (positions_drawn and (t.max_position or 0) < cfg.train_len,
          f"trainer.max_position={t.max_position}: trainer.positions={t.positions} needs the length of a text, at least "
          f"train_len={cfg.train_len}"),
         (positions_drawn and cfg.data.get("documents") == "mask",
          "data.documents=mask: positions restart in each document; leave out trainer.positions"),
-        (t.short_window is not None and longest_window <= t.short_window,
-         f"trainer.short_window={t.short_window}: pe={cfg.pe['name']} has no window longer than that; leave it out, or "
-         "set pe.window above it"),
     ]  # fmt: skip
 
 

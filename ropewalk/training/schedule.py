@@ -3,7 +3,6 @@
 By default nothing differs.
 """
 
-import random
 from itertools import chain
 from typing import Literal
 
@@ -13,11 +12,11 @@ from conf.schema import Config
 from model.gpt import GPT
 from model.layout import Positions
 from model.position import Shape, build_encodings
-from model.position.network import Encodings, with_parameters_of, with_window
+from model.position.network import Encodings, with_parameters_of
 
 
 class Schedule:
-    """The encodings of each step: those of its stage of training, with short windows where the step draws them.
+    """The encodings of each step: those of its stage of training.
 
     An encoding derives tables and scales from the training length in its constructor. So that a stage trains as a run
     of its length would, it gets encodings of its own, with the parameters of the network's. They are made once, so
@@ -31,20 +30,15 @@ class Schedule:
             encodings = build_encodings(stage.pe, Shape.of(cfg.model, stage.train_len))
             self.stages.append(with_parameters_of(encodings, net.encodings))
         self.stages.append(net.encodings)  # after the stages
-        short = cfg.trainer.short_window
-        self.with_short_windows = [with_window(encodings, short) for encodings in self.stages] if short else []
 
     @property
     def encodings(self) -> Encodings:
         """Those of all steps."""
-        return [*chain(*self.stages, *self.with_short_windows)]
+        return [*chain(*self.stages)]
 
     def at(self, step: int) -> Encodings:
         """The encodings of optimizer step `step`, counted from 1."""
-        stage = self.cfg.stage_of(step - 1)
-        if self.with_short_windows and draw_short_window(self.cfg.seed, step):
-            return self.with_short_windows[stage]
-        return self.stages[stage]
+        return self.stages[self.cfg.stage_of(step - 1)]
 
 
 def draw_positions(
@@ -74,11 +68,3 @@ def draw_positions(
         first_chunk = int(torch.randint(1, (length + 1) // 2 + 1, ()))
         pos[first_chunk:] += torch.randint(max_position - length + 1, ())  # what is skipped
     return pos.to(device), max_position
-
-
-def draw_short_window(seed: int, step: int) -> bool:
-    """Draw whether optimizer step `step` has short windows, as every second one on average (SWAX, arXiv 2509.24552).
-
-    A function of the run's seed and the step alone, so that all ranks agree and a resumed run repeats it.
-    """
-    return random.Random(f"{seed} {step}").random() >= 0.5

@@ -17,7 +17,7 @@ from model.generation import generate
 from model.gpt import GPT
 from model.layout import packed
 from model.position import Shape, build_encodings
-from model.position.network import scales_of, with_parameters_of, with_window
+from model.position.network import scales_of, with_parameters_of
 from model.size import flops_per_token
 
 FLAVOURS = [
@@ -343,7 +343,7 @@ def test_nothing_that_reads_a_network_changes_it(name):
     before = [repr(vars(module)) for module in modules]
 
     net(idx[:, :32], targets=idx[:, :32])
-    net(idx, packed(idx, 7), encodings=with_window(last_scale, 5))
+    net(idx, packed(idx, 7), encodings=last_scale)
     net(idx, encodings=with_parameters_of(of_a_stage, net.encodings))
     next(generate(net, idx, 2))
 

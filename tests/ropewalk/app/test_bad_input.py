@@ -73,7 +73,6 @@ CASES = [
     ("trainer.positions=random trainer.max_position=128 pe=learned", "Learned"),
     ("trainer.positions=random trainer.max_position=2147483647", "trainer.max_position=2147483647"),
     ("trainer.positions=pose trainer.max_position=99 data.documents=mask", "data.documents=mask"),
-    ("trainer.short_window=8 pe.window=8", "trainer.short_window=8"),
     ("trainer.deterministic=true trainer.kernels=true", "trainer.kernels=false"),
     ("trainer.replicas=2", "trainer.replicas=2"),
     ("trainer=fsdp trainer.devices=1 trainer.replicas=2", "trainer.replicas=2"),

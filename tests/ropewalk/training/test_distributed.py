@@ -96,13 +96,11 @@ def test_a_run_in_a_reservation(train, monkeypatch):
 
 
 def test_a_plan_knows_the_encodings_of_all_steps():
-    """With a short window or not, in the stage or after it."""
-    cfg = completed(
-        train_values("pe=rope", "stages=[{steps: 9, train_len: 8}]", "pe.window=8", "trainer.short_window=4")
-    )
+    """In the stage and after it."""
+    cfg = completed(train_values("pe=rope", "stages=[{steps: 9, train_len: 8}]"))
     net = GPT(cfg.model, cfg.pe, vocab_size=9, train_len=cfg.train_len)
     schedule = Schedule(cfg, net)
     used = {pe for step in range(1, 40) for pe in schedule.at(step)}
 
     assert used == set(schedule.encodings)
-    assert len(used) == 4
+    assert len(used) == 2

@@ -3,16 +3,15 @@
 import shutil
 from collections import Counter
 from itertools import combinations, product
-from operator import eq
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import rows_of
-from scipy.stats import binomtest, chisquare
+from scipy.stats import chisquare
 
 from ropewalk.training.ranks import Ranks
-from ropewalk.training.schedule import draw_positions, draw_short_window
+from ropewalk.training.schedule import draw_positions
 
 
 def drawn(kind, length, max_position):
@@ -44,20 +43,6 @@ def test_pose_skips_anywhere_after_a_first_chunk_of_up_to_half():
     assert chisquare(list(chunks.values())).pvalue > 1 / 3000
 
 
-def test_every_second_window_is_short_whatever_was_drawn_before():
-    def windows(seed):
-        return [draw_short_window(seed, step) for step in range(1, 1001)]
-
-    first = windows(0)
-    torch.manual_seed(3)
-
-    assert windows(0) == first
-    assert binomtest(sum(first), 1000).pvalue > 1 / 3000
-
-    same_as_of_seed_1 = sum(map(eq, first, windows(1)))
-    assert binomtest(same_as_of_seed_1, 1000).pvalue > 1 / 3000
-
-
 @pytest.fixture
 def first_step(train):
     """`first_step("seed=1", ...)` is the row of the first step of such a run."""
@@ -79,18 +64,6 @@ def test_training_reads_other_positions_than_consecutive_ones_if_there_is_room(f
     pose = first_step("trainer.positions=pose", "trainer.max_position=128")
     assert no_room == consecutive
     assert len({row["train/loss"] for row in (consecutive, random, pose)}) == 3
-
-
-def test_a_short_window_trains_as_a_run_with_this_window(first_step):
-    """And validation after it reads with the long one."""
-    assert draw_short_window(seed=2, step=1)
-
-    drawn = first_step("seed=2", "pe.window=9", "trainer.short_window=3")
-    short = first_step("seed=2", "pe.window=3")
-    long = first_step("seed=2", "pe.window=9")
-
-    assert drawn["train/loss"] == short["train/loss"] != long["train/loss"]
-    assert drawn["val/loss"] != short["val/loss"]
 
 
 def draws(world_size, grad_accum_steps, step=3):
