@@ -68,27 +68,31 @@ def metrics_of(encodings: Encodings) -> dict[str, Tensor]:
 
 
 def scales_of(encodings: Encodings) -> tuple[float, ...]:
-    """The scales to evaluate at; the first is the one that they train at. (1.0,) without a scaled encoding."""
-    scaled = [pe.scales for pe in encodings if pe.scales != (1.0,)]
+    """The scales to evaluate at; the first is the one that they train at. (1.0,) without an encoding that has others.
+
+    An encoding with a window of at most its train_len keeps its scale: it has met every distance in training.
+    """
+    of_layers = [pe.scales[:1] if _window_was_filled(pe) else pe.scales for pe in encodings]
+    scaled = [scales for scales in of_layers if scales != (1.0,)]
     # Those of the first layer with two scales. A layer trained beyond its original_len has one, and may come before it.
     scaled.sort(key=len, reverse=True)
     return scaled[0] if scaled else (1.0,)
 
 
 def at_scale(encodings: Encodings, scale: float) -> Encodings:
-    """The encodings with the scaled ones at `scale`, one of `scales_of`, or at their own scale of the same index.
-
-    An encoding with a window of at most its train_len keeps its scale: it has met every distance in training.
-    """
+    """The encodings with the scaled ones at `scale`, one of `scales_of`, or at their own scale of the same index."""
     # In a pattern of different scalings the network's scales are those of its first scaled layer. The others follow by
     # index: first the scale that they train at, then the one that they read longer text at.
     index = scales_of(encodings).index(scale)
     views = {}
     for pe in encodings:
-        window_was_filled = pe.window is not None and pe.window <= pe.train_len
-        if len(pe.scales) > 1 and not window_was_filled:
+        if len(pe.scales) > 1 and not _window_was_filled(pe):
             views[pe] = view(pe, active_scale=pe.scales[index])
     return [views.get(pe, pe) for pe in encodings]
+
+
+def _window_was_filled(pe: PositionEncoding) -> bool:
+    return pe.window is not None and pe.window <= pe.train_len
 
 
 def for_length(encodings: Encodings, length: int) -> Encodings:

@@ -215,6 +215,14 @@ class HardWindow(NearWindow):
     """The control for all of these: keys beyond the window are hidden. By default it is original_len tokens long."""
 
     divisor = 1
+    sinks = 0  # tokens from the start that every query sees
+
+    @property
+    def most_seen(self) -> int | None:
+        if self.active_scale == self.unscaled:
+            return self.window
+        seen = self.near_window + self.sinks
+        return seen if self.window is None else min(seen, self.window)
 
     def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
         return [(i, i)]

@@ -317,9 +317,12 @@ def test_a_pattern_over_layers_is_repeated_and_shares_what_has_no_parameters():
 def test_a_window_that_training_has_filled_is_not_scaled():
     """It never meets a longer distance."""
     net = build_gpt("yarn", pe={"scale": 8.0, "window": 16})
-    idx = tokens(20)
+    assert scales_of(net.encodings) == (1.0,)
 
-    assert torch.equal(net(idx, encodings=read_at(net, 8.0)), net(idx))
+    parts = {"local": pe_options("yarn", window=16), "global": pe_options("yarn")}
+    net = build_gpt("nope", n_layer=2, pe={"pattern": [*parts], **parts})
+    assert scales_of(net.encodings) == (1.0, 4.0)
+    assert [pe.active_scale for pe in read_at(net, 4.0)] == [1.0, 4.0]
 
 
 def test_each_part_of_a_pattern_has_scales_of_its_own():
