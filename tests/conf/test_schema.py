@@ -83,6 +83,13 @@ def test_parts_of_a_pattern_are_encodings():
     assert cfg.pe["global"] == resolve(train_values("pe=nope")).pe
 
 
+def test_a_part_of_a_pattern_keeps_the_options_that_are_not_given():
+    read = encoding("olmo3")
+    expected = read | {"global": read["global"] | {"scale": 16.0}}
+
+    assert encoding({"pe": "olmo3", "global": {"scale": 16.0}}) == expected
+
+
 def test_variants_are_resolved():
     """A RoPE is never without one; the longest of eval.lengths decides a scale that is not given."""
     assert [pe["name"] for pe in resolve(train_values()).eval.variants] == ["yarn"]
