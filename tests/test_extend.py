@@ -197,6 +197,27 @@ def test_a_pattern_is_extended_part_by_part(train, straight):
     assert pe["global"] == pe["global"] | {"base": 500.0, "scale": 2.0, "original_len": 16}
 
 
+@pytest.mark.parametrize(
+    ("given", "part", "changes"),
+    [
+        ("++pe.global.scale=16.0", "global", {"scale": 16.0}),
+        ("+pe.local={window:8}", "local", {"window": 8}),
+        ("experiment=mine", "global", {"scale": 16.0}),
+        ("++pe.global.pe=rope", "global", {"name": "rope", "window": None}),
+    ],
+)
+def test_an_option_of_a_part_holds_over_that_of_the_model(train, straight, tmp_path, given, part, changes):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\npe: {global: {scale: 16.0}}\n")
+    base = straight("pe=olmo3", "pe.pattern=[local,global]", "model.n_layer=2")
+    folder = f"hydra.searchpath=[file://{tmp_path}]"
+    pe = train_values(*train.complete(f"init_from={base}", folder, given))["pe"]
+    theirs = read_config(base)["pe"]
+
+    assert pe[part] | {"base": 500000.0, **changes} == pe[part]
+    assert pe | {part: theirs[part]} == theirs
+
+
 def test_a_window_that_an_encoding_is_chosen_for_stays(train, straight):
     """The model has none: what its encoding leaves off decides nothing."""
     base = straight("pe=rope", "pe.base=500.0")

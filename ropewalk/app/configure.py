@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from conf.errors import ConfigError, flatten
-from conf.options import CONF_DIR, encoding, file_of, options_of, over
+from conf.options import CONF_DIR, encoding, file_of, options_of, over, with_parts
 from conf.schema import Config
 from ropewalk.app.compose import composed, plain
 from ropewalk.app.resolve import (
@@ -66,9 +66,9 @@ def merged(config: DictConfig) -> dict[str, Any]:
     encodings.
     """
     values = plain(config)
-    values["pe"] = encoding(values.get("pe", {}))
+    pe = values.get("pe", {})
     if values["init_from"] is None:
-        return values
+        return values | {"pe": encoding(pe)}
     source = str(values["init_from"])
     base: Options = base_model(source)
     chosen = typed()
@@ -76,12 +76,12 @@ def merged(config: DictConfig) -> dict[str, Any]:
     if not values["trainer"]["max_steps"] and "train_len" not in chosen:
         values["train_len"] = base["train_len"]
     base = with_windows_in_tokens(base, values["train_len"])
-    of_model: dict[str, Any] = {"model": base["model"], "data": _tokenizer_of(source, values["data"])}
-    if "pe" in chosen:
-        of_model["pe"] = shared_options(base, values["pe"], _of_encoding(chosen))
-    else:
-        of_model["pe"] = base["pe"]
-        values["pe"] = {key: value for key, value in values["pe"].items() if f"pe.{key}" in chosen}
+    values["pe"] = _chosen_encoding(base, pe, chosen)
+    of_model = {
+        "model": base["model"],
+        "data": _tokenizer_of(source, values["data"]),
+        "pe": shared_options(base, values["pe"], _of_encoding(chosen)),
+    }
     if _takes_extend(config):
         of_model |= options_of("experiment", "extend")
     # Of these groups an option that is chosen keeps what it does not share with the model; one of `model` all.
@@ -94,6 +94,26 @@ def merged(config: DictConfig) -> dict[str, Any]:
 def _takes_extend(config: DictConfig) -> bool:
     """Whether a run starts from a model of transformers, and no experiment is chosen: it is a short fine-tuning."""
     return str(config.init_from).startswith("hf:") and "experiment" not in typed()
+
+
+def _chosen_encoding(base: Options, pe: Options, chosen: Collection[str]) -> dict[str, Any]:
+    """All options of the encoding `pe` of a program, or, if none is among what was `chosen`, of that of the model."""
+    if "pe" not in chosen:
+        pe = with_parts(_among(chosen, pe, "pe."), base["pe"])
+    return encoding(pe)
+
+
+def _among(keys: Collection[str], values: Options, prefix: str) -> dict[str, Any]:
+    """Those of the values, also within sections, whose key, with dots and after the prefix, is among the keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            section = _among(keys, value, f"{prefix}{key}.")
+            if section:
+                found[key] = section
+        elif prefix + key in keys:
+            found[key] = value
+    return found
 
 
 def _of_encoding(keys: Collection[str]) -> set[str]:
