@@ -205,6 +205,9 @@ def evaluation(path: Path, trained: Options, pe: Options | None, asked: Options)
 def chosen_variant(trained: Options, pe: Options, longest_multiple: float | None = None) -> dict[str, Any]:
     """The encoding `pe` of a program's command line, as one of the `variants` of a trained model.
 
-    Unless its scale was typed, it is that of a text of `longest_multiple` x train_len.
+    Options without an encoding are of the model's own. Unless its scale was typed, it is that of a text of
+    `longest_multiple` x train_len.
     """
-    return variants(trained, [with_options_of(trained, encoding(pe), _of_encoding(typed()), longest_multiple)])[0]
+    chosen = typed()
+    pe = _chosen_encoding(trained, pe, chosen)
+    return variants(trained, [with_options_of(trained, pe, _of_encoding(chosen), longest_multiple)])[0]
