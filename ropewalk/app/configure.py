@@ -153,6 +153,9 @@ def _given_by(group: str, name: str) -> set[str]:
     values: Any = OmegaConf.to_container(OmegaConf.load(path))
     chosen = values.pop("defaults", [])
     keys = {*flatten(values)}
+    # A whole encoding, as in the file of a run: the model's does not lie beneath.
+    if "pe._target_" in keys or {"pe.name", "pe.pattern"} <= keys:
+        keys.add("pe")
     for entry in chosen:
         if isinstance(entry, Mapping):
             keys |= {key.removeprefix("override ").lstrip("/") for key in entry}
