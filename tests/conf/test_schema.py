@@ -103,6 +103,10 @@ def test_variants_are_resolved():
     assert ntk["name"] == "ntk"
     assert repr(ntk["scale"]) == "2.0"  # files tell 2 from 2.0
 
+    patterns = resolve(train_values("eval.lengths=[1,4]", "eval.variants=[olmo3,{pe:olmo3,global:{scale:2.0}}]"))
+
+    assert [pe["global"]["scale"] for pe in patterns.eval.variants] == [4.0, 2.0]
+
 
 def test_a_quarter_of_the_shortest_text_is_scored_unless_asked_otherwise():
     assert completed(train_values("train_len=64", "eval.lengths=[4,0.5]")).target_tokens == 8
