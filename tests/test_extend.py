@@ -318,6 +318,20 @@ def test_a_run_carries_the_vocabulary_trained_for_it(train, trained, extend, tmp
         assert ropewalk.load(run).encode("knots in a rope").tolist() == ids
 
 
+def test_the_same_data_are_split_as_those_of_the_model(straight, train):
+    """What is typed holds; text of another class has its own split."""
+    base = straight("pe=rope", "data.val_fraction=0.4", "data.documents=mask", "data.bos=none")
+    start = f"init_from={base}", "trainer.max_steps=1"
+    files = f"data.files={train.corpus}/*.txt"
+    for options, expected in {
+        ("data=text", files): (0.4, "mask"),
+        ("data=text", files, "data.val_fraction=0.2", "data.documents=cross"): (0.2, "cross"),
+        ("data=code",): (0.1, "cross"),
+    }.items():
+        data = train_values(*start, *options)["data"]
+        assert (data["val_fraction"], data["documents"]) == expected
+
+
 def small_llama(folder, vocab_size):
     """A Llama of transformers with random weights, and where it lies, with a tokenizer of 256 bytes and 4 others."""
     rope = {"rope_type": "default", "rope_theta": 700.0}

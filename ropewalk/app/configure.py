@@ -59,8 +59,9 @@ def configure(config: DictConfig) -> Config:
 def merged(config: DictConfig) -> dict[str, Any]:
     """Return the values that Hydra has composed, over which come those of the model `init_from`, if there is one.
 
-    What the user typed holds, or else the model's architecture, encoding and tokenizer. An encoding that is chosen
-    takes over the options that both have, but for the scale. A model of transformers brings a short fine-tuning.
+    What the user typed holds, or else the model's architecture, encoding, tokenizer and split of the data. An encoding
+    that is chosen takes over the options that both have, but for the scale. A model of transformers brings a short
+    fine-tuning.
 
     Raises ValueError: there is no such model, a choice contradicts its weights, or they belong to another family of
     encodings.
@@ -79,7 +80,7 @@ def merged(config: DictConfig) -> dict[str, Any]:
     values["pe"] = _chosen_encoding(base, pe, chosen)
     of_model = {
         "model": base["model"],
-        "data": _tokenizer_of(source, values["data"]),
+        "data": _data_of(source, values["data"]),
         "pe": shared_options(base, values["pe"], _of_encoding(chosen)),
     }
     if _takes_extend(config):
@@ -164,13 +165,19 @@ def _given_by(group: str, name: str) -> set[str]:
     return keys
 
 
-def _tokenizer_of(source: str, data: Options) -> dict[str, Any]:
-    """The tokenizer of the model `source`, for data that have one, and whether it puts a token before texts."""
+def _data_of(source: str, data: Options) -> dict[str, Any]:
+    """What the run's `data` take over from those of the model `source`: the tokenizer, and whether it begins texts.
+
+    Data of the same class split the documents alike, so that none is validated on that the model was trained on.
+    """
+    keys = {"tokenizer", "bos"}
     if source.startswith("hf:"):
         theirs: Options = {"tokenizer": source}
     else:
-        theirs = data_options(find(source), cache_dir="")  # of which only these two are used
-    return {key: value for key, value in theirs.items() if key in ("tokenizer", "bos") and key in data}
+        theirs = data_options(find(source), cache_dir="")
+        if theirs["_target_"] == data.get("_target_"):
+            keys |= {"val_fraction", "documents"}
+    return {key: theirs[key] for key in keys & theirs.keys() & data.keys()}
 
 
 def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
