@@ -97,12 +97,26 @@ def encoding(spec: str | Mapping[str, Any], where: str = "pe") -> dict[str, Any]
         defaults = options_of("pe", name)
         for key in options.keys() - defaults.keys():
             raise ConfigError(f"{where}={name}: {unknown_key(str(key), defaults)}")
-        options = defaults | options
+        options = with_parts(options, defaults)
     # Mappings are the parts of a pattern: encodings themselves.
     for key, value in options.items():
         if isinstance(value, Mapping):
             options[key] = encoding(value, f"{where}.{key}.pe")
     return options
+
+
+def with_parts(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `defaults` with these options of an encoding in their places.
+
+    A part of a pattern that says of which encoding it is replaces the part in `defaults`; another one gives only some
+    of its options.
+    """
+    merged = {**defaults, **options}
+    for key, value in options.items():
+        old = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping) and not value.keys() & {"pe", "_target_"}:
+            merged[key] = {**old, **value}
+    return merged
 
 
 def by_name(specs: Sequence[str | Mapping[str, Any]], where: str) -> dict[str, dict[str, Any]]:

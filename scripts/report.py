@@ -6,7 +6,7 @@ python scripts/report.py                                   all runs in runs/: wr
 python scripts/report.py 'folders=[runs,more/runs]' out=table.md
 python scripts/report.py 'only=[rope-*,yarn-*]' 'exclude=[*-s1]'       only runs with such names
 python scripts/report.py folders=runs format=csv reference=alibi       to the terminal
-python scripts/report.py out=all.parquet                               all results in one file, for folders=
+python scripts/report.py out=all.parquet                               all but by_position in one file, for folders=
 python scripts/report.py 'folders=[docs/results/markov.parquet,runs]'  yours beside published ones
 python scripts/report.py out=gain.pdf 'only=[rope-*,kerple-*]'          the first figure as a picture; also .svg, .png
 """

@@ -197,6 +197,27 @@ def test_a_pattern_is_extended_part_by_part(train, straight):
     assert pe["global"] == pe["global"] | {"base": 500.0, "scale": 2.0, "original_len": 16}
 
 
+@pytest.mark.parametrize(
+    ("given", "part", "changes"),
+    [
+        ("++pe.global.scale=16.0", "global", {"scale": 16.0}),
+        ("+pe.local={window:8}", "local", {"window": 8}),
+        ("experiment=mine", "global", {"scale": 16.0}),
+        ("++pe.global.pe=rope", "global", {"name": "rope", "window": None}),
+    ],
+)
+def test_an_option_of_a_part_holds_over_that_of_the_model(train, straight, tmp_path, given, part, changes):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\npe: {global: {scale: 16.0}}\n")
+    base = straight("pe=olmo3", "pe.pattern=[local,global]", "model.n_layer=2")
+    folder = f"hydra.searchpath=[file://{tmp_path}]"
+    pe = train_values(*train.complete(f"init_from={base}", folder, given))["pe"]
+    theirs = read_config(base)["pe"]
+
+    assert pe[part] | {"base": 500000.0, **changes} == pe[part]
+    assert pe | {part: theirs[part]} == theirs
+
+
 def test_a_window_that_an_encoding_is_chosen_for_stays(train, straight):
     """The model has none: what its encoding leaves off decides nothing."""
     base = straight("pe=rope", "pe.base=500.0")
@@ -295,6 +316,20 @@ def test_a_run_carries_the_vocabulary_trained_for_it(train, trained, extend, tmp
     child, _ = extend(base, f"data.files={train.corpus}/*.md")
     for run in (base, child):
         assert ropewalk.load(run).encode("knots in a rope").tolist() == ids
+
+
+def test_the_same_data_are_split_as_those_of_the_model(straight, train):
+    """What is typed holds; text of another class has its own split."""
+    base = straight("pe=rope", "data.val_fraction=0.4", "data.documents=mask", "data.bos=none")
+    start = f"init_from={base}", "trainer.max_steps=1"
+    files = f"data.files={train.corpus}/*.txt"
+    for options, expected in {
+        ("data=text", files): (0.4, "mask"),
+        ("data=text", files, "data.val_fraction=0.2", "data.documents=cross"): (0.2, "cross"),
+        ("data=code",): (0.1, "cross"),
+    }.items():
+        data = train_values(*start, *options)["data"]
+        assert (data["val_fraction"], data["documents"]) == expected
 
 
 def small_llama(folder, vocab_size):

@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from conf.errors import ConfigError, flatten
-from conf.options import CONF_DIR, encoding, file_of, options_of, over
+from conf.options import CONF_DIR, encoding, file_of, options_of, over, with_parts
 from conf.schema import Config
 from ropewalk.app.compose import composed, plain
 from ropewalk.app.resolve import (
@@ -59,16 +59,17 @@ def configure(config: DictConfig) -> Config:
 def merged(config: DictConfig) -> dict[str, Any]:
     """Return the values that Hydra has composed, over which come those of the model `init_from`, if there is one.
 
-    What the user typed holds, or else the model's architecture, encoding and tokenizer. An encoding that is chosen
-    takes over the options that both have, but for the scale. A model of transformers brings a short fine-tuning.
+    What the user typed holds, or else the model's architecture, encoding, tokenizer and split of the data. An encoding
+    that is chosen takes over the options that both have, but for the scale. A model of transformers brings a short
+    fine-tuning.
 
     Raises ValueError: there is no such model, a choice contradicts its weights, or they belong to another family of
     encodings.
     """
     values = plain(config)
-    values["pe"] = encoding(values.get("pe", {}))
+    pe = values.get("pe", {})
     if values["init_from"] is None:
-        return values
+        return values | {"pe": encoding(pe)}
     source = str(values["init_from"])
     base: Options = base_model(source)
     chosen = typed()
@@ -76,12 +77,12 @@ def merged(config: DictConfig) -> dict[str, Any]:
     if not values["trainer"]["max_steps"] and "train_len" not in chosen:
         values["train_len"] = base["train_len"]
     base = with_windows_in_tokens(base, values["train_len"])
-    of_model: dict[str, Any] = {"model": base["model"], "data": _tokenizer_of(source, values["data"])}
-    if "pe" in chosen:
-        of_model["pe"] = shared_options(base, values["pe"], _of_encoding(chosen))
-    else:
-        of_model["pe"] = base["pe"]
-        values["pe"] = {key: value for key, value in values["pe"].items() if f"pe.{key}" in chosen}
+    values["pe"] = _chosen_encoding(base, pe, chosen)
+    of_model = {
+        "model": base["model"],
+        "data": _data_of(source, values["data"]),
+        "pe": shared_options(base, values["pe"], _of_encoding(chosen)),
+    }
     if _takes_extend(config):
         of_model |= options_of("experiment", "extend")
     # Of these groups an option that is chosen keeps what it does not share with the model; one of `model` all.
@@ -94,6 +95,26 @@ def merged(config: DictConfig) -> dict[str, Any]:
 def _takes_extend(config: DictConfig) -> bool:
     """Whether a run starts from a model of transformers, and no experiment is chosen: it is a short fine-tuning."""
     return str(config.init_from).startswith("hf:") and "experiment" not in typed()
+
+
+def _chosen_encoding(base: Options, pe: Options, chosen: Collection[str]) -> dict[str, Any]:
+    """All options of the encoding `pe` of a program, or, if none is among what was `chosen`, of that of the model."""
+    if "pe" not in chosen:
+        pe = with_parts(_among(chosen, pe, "pe."), base["pe"])
+    return encoding(pe)
+
+
+def _among(keys: Collection[str], values: Options, prefix: str) -> dict[str, Any]:
+    """Those of the values, also within sections, whose key, with dots and after the prefix, is among the keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            section = _among(keys, value, f"{prefix}{key}.")
+            if section:
+                found[key] = section
+        elif prefix + key in keys:
+            found[key] = value
+    return found
 
 
 def _of_encoding(keys: Collection[str]) -> set[str]:
@@ -133,6 +154,9 @@ def _given_by(group: str, name: str) -> set[str]:
     values: Any = OmegaConf.to_container(OmegaConf.load(path))
     chosen = values.pop("defaults", [])
     keys = {*flatten(values)}
+    # A whole encoding, as in the file of a run: the model's does not lie beneath.
+    if "pe._target_" in keys or {"pe.name", "pe.pattern"} <= keys:
+        keys.add("pe")
     for entry in chosen:
         if isinstance(entry, Mapping):
             keys |= {key.removeprefix("override ").lstrip("/") for key in entry}
@@ -141,13 +165,19 @@ def _given_by(group: str, name: str) -> set[str]:
     return keys
 
 
-def _tokenizer_of(source: str, data: Options) -> dict[str, Any]:
-    """The tokenizer of the model `source`, for data that have one, and whether it puts a token before texts."""
+def _data_of(source: str, data: Options) -> dict[str, Any]:
+    """What the run's `data` take over from those of the model `source`: the tokenizer, and whether it begins texts.
+
+    Data of the same class split the documents alike, so that none is validated on that the model was trained on.
+    """
+    keys = {"tokenizer", "bos"}
     if source.startswith("hf:"):
         theirs: Options = {"tokenizer": source}
     else:
-        theirs = data_options(find(source), cache_dir="")  # of which only these two are used
-    return {key: value for key, value in theirs.items() if key in ("tokenizer", "bos") and key in data}
+        theirs = data_options(find(source), cache_dir="")
+        if theirs["_target_"] == data.get("_target_"):
+            keys |= {"val_fraction", "documents"}
+    return {key: theirs[key] for key in keys & theirs.keys() & data.keys()}
 
 
 def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
@@ -185,6 +215,9 @@ def evaluation(path: Path, trained: Options, pe: Options | None, asked: Options)
 def chosen_variant(trained: Options, pe: Options, longest_multiple: float | None = None) -> dict[str, Any]:
     """The encoding `pe` of a program's command line, as one of the `variants` of a trained model.
 
-    Unless its scale was typed, it is that of a text of `longest_multiple` x train_len.
+    Options without an encoding are of the model's own. Unless its scale was typed, it is that of a text of
+    `longest_multiple` x train_len.
     """
-    return variants(trained, [with_options_of(trained, encoding(pe), _of_encoding(typed()), longest_multiple)])[0]
+    chosen = typed()
+    pe = _chosen_encoding(trained, pe, chosen)
+    return variants(trained, [with_options_of(trained, pe, _of_encoding(chosen), longest_multiple)])[0]

@@ -363,8 +363,8 @@ def with_options_of(
         longest_multiple: as of `variants`. A scale that was given stays.
     """
     options = over(shared_options(trained, pe, given_keys), pe, given_keys)
-    if longest_multiple and "scale" not in given_keys:
-        options = scaled_to(longest_multiple, trained, options)
+    if longest_multiple:
+        options = scaled_to(longest_multiple, trained, options, given_keys)
     return options
 
 
@@ -403,11 +403,19 @@ def variants(
     return [check_readable(trained, pe, remedy="fine-tune with train.py init_from=... instead") for pe in encodings]
 
 
-def scaled_to(longest_multiple: float, trained: Options, pe: Options) -> dict[str, Any]:
-    """The options `pe` with the scale, if it has one, that a text of `longest_multiple` x train_len needs."""
-    if pe.get("scale", 1) <= 1:  # dynamic_ntk's is 1 for any length
-        return {**pe}
-    return {**pe, "scale": max(1.0, longest_multiple * trained["train_len"] / pe["original_len"])}
+def scaled_to(longest_multiple: float, trained: Options, pe: Options, given_keys: Collection[str]) -> dict[str, Any]:
+    """The options `pe` with the scales that a text of `longest_multiple` x train_len needs.
+
+    A scale among the `given_keys`, with dots, stays, and so does an encoding or part without one.
+    """
+    scales = {}
+    for name, part in position.parts(pe).items():
+        key = f"{name}.scale" if name else "scale"
+        # dynamic_ntk's is 1 for any length
+        if isinstance(part, Mapping) and key not in given_keys and part.get("scale", 1) > 1:
+            scale = max(1.0, longest_multiple * trained["train_len"] / part["original_len"])
+            scales[name] = {"scale": scale}
+    return over(scales.get("", scales), pe)
 
 
 def check_readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = False) -> dict[str, Any]:

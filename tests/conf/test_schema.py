@@ -83,6 +83,13 @@ def test_parts_of_a_pattern_are_encodings():
     assert cfg.pe["global"] == resolve(train_values("pe=nope")).pe
 
 
+def test_a_part_of_a_pattern_keeps_the_options_that_are_not_given():
+    read = encoding("olmo3")
+    expected = read | {"global": read["global"] | {"scale": 16.0}}
+
+    assert encoding({"pe": "olmo3", "global": {"scale": 16.0}}) == expected
+
+
 def test_variants_are_resolved():
     """A RoPE is never without one; the longest of eval.lengths decides a scale that is not given."""
     assert [pe["name"] for pe in resolve(train_values()).eval.variants] == ["yarn"]
@@ -95,6 +102,10 @@ def test_variants_are_resolved():
     assert linear | expected == linear
     assert ntk["name"] == "ntk"
     assert repr(ntk["scale"]) == "2.0"  # files tell 2 from 2.0
+
+    patterns = resolve(train_values("eval.lengths=[1,4]", "eval.variants=[olmo3,{pe:olmo3,global:{scale:2.0}}]"))
+
+    assert [pe["global"]["scale"] for pe in patterns.eval.variants] == [4.0, 2.0]
 
 
 def test_a_quarter_of_the_shortest_text_is_scored_unless_asked_otherwise():

@@ -99,6 +99,15 @@ def test_a_scaling_reaches_the_longest_text_unless_its_scale_is_given(make_run, 
     assert {e.variant.label for e in load_all(run)} == expected
 
 
+def test_options_without_an_encoding_are_of_the_one_that_was_trained(make_run, evaluate):
+    run = make_run("olmo3", "pe.pattern=[local,global]", "model.n_layer=2")
+    evaluate(f"run={run}", "measures=[lengths]", "eval.lengths=[1]", "++pe.global.scale=16.0")
+    readings = {e.variant.scale: e.variant.pe for e in load_all(run)}
+    own = readings[1.0]
+
+    assert readings == {1.0: own, 8.0: own, 16.0: own | {"global": own["global"] | {"scale": 16.0}}}
+
+
 MISTAKES = {
     "pe=yarn pe.beta_fats=3": "did you mean pe.beta_fast",
     "pe=nope": "pe=nope (no encoding) cannot read weights trained with rope",

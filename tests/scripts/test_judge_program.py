@@ -5,7 +5,10 @@ import json
 import pytest
 from conftest import train_here
 
+import train as train_program
 from lab.board import trials, tries
+from ropewalk.app.side_by_side import Ended
+from ropewalk.run.directory import RunDir, read_config
 from scripts import judge as program
 
 
@@ -86,3 +89,19 @@ def test_both_sides_start_from_the_model_as_it_reads(judge, train, straight):
         ("pe=yarn", "against=alibi"): "pe=alibi (ALiBi) cannot read weights trained with rope",
     }.items():
         assert message in judge(start, *options, code=2).err
+
+
+def test_a_run_that_starts_from_a_model_has_the_encoding_that_is_judged(train, script, straight, monkeypatch):
+    """The model's has other options."""
+
+    def run_all(commands, places, logs):
+        ((name, (_, *flags)),) = commands.items()
+        script(train_program, *flags)
+        return {name: Ended("", b"1.0", 1.0)}
+
+    monkeypatch.setattr(trials, "run_all", run_all)
+    start = f"init_from={straight('pe=rope')}", "trainer.max_steps=0"
+    cfg = trials.run_of(trials.configuration(*train.complete(*start, "pe=hybrid", "eval.lengths=[1]")))
+
+    assert trials.train_all([cfg]) == []
+    assert read_config(RunDir(cfg).path)["pe"] == cfg.pe
