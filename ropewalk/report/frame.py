@@ -17,9 +17,11 @@ import pandas as pd
 
 from conf.errors import ConfigError, flatten
 from conf.files import printable, read_json
+from conf.schema import Optim
 from ropewalk.evaluation import archive
 from ropewalk.evaluation.results import Evaluation, result_files
-from ropewalk.run.directory import FREE, MADE_OF, read_config, read_metrics, read_training
+from ropewalk.run.directory import EARLIER_STEPS, FREE, MADE_OF, read_config, read_metrics, read_training
+from ropewalk.training.optimizer import learning_rate
 
 BEFORE, AFTER = "before training", "after training"  # readings of a run that starts from a model
 START = "model before "  # begins the name of the line of that model, which ends with the label of the run
@@ -164,6 +166,9 @@ def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:
     config = flatten(values)
     identity = read_json(path / "data.json")
     identity.pop(MADE_OF, None)  # runs on the same data are compared, whatever they start from
+    earlier = _other_rates(values, identity.pop(EARLIER_STEPS, []))
+    if earlier:
+        config[EARLIER_STEPS] = earlier
     # Everything below groups and sorts by these, too: one of another type would fail far from its file.
     wrong = [key for key in ("pe.name", "data.name") if not isinstance(config.get(key), str)]
     if wrong:
@@ -187,6 +192,22 @@ def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:
         with attempt(file, left_out):
             results += _results(file, run, values["pe"])
     return pd.DataFrame([run]), pd.DataFrame(results, columns=None if results else RESULT_COLUMNS)
+
+
+def _other_rates(values: Mapping[str, Any], earlier: Iterable[tuple[int, int]]) -> str:
+    """Return those earlier max_steps with which a run was trained at other rates than its last number of steps gives.
+
+    Args:
+        values: its configuration.
+        earlier: see EARLIER_STEPS.
+    """
+    optim = Optim(**values["optim"])
+    steps = values["trainer"]["max_steps"]
+    # Rates that differ at all, differ at the last step.
+    differ = [
+        old for old, last in earlier if learning_rate(last - 1, optim, old) != learning_rate(last - 1, optim, steps)
+    ]
+    return ", ".join(map(str, differ))
 
 
 def _results(file: Path, run: Mapping[str, Any], trained_pe: Mapping[str, Any]) -> list[dict[str, Any]]:
