@@ -29,8 +29,8 @@ START = "model before "  # begins the name of the line of that model, which ends
 # tokenizer is part of the identity of the data, and seeds that start from runs of their own have it from there. Only
 # older runs have `overwrite`.
 IGNORED = (
-    *FREE, "overwrite", "dry_run", "seed", "name", "init_from", "data.tokenizer", "trainer.log_every", "trainer.val_",
-    "trainer.accelerator", "trainer.compile", "trainer.kernels", "training.",
+    *FREE, "overwrite", "dry_run", "seed", "name", "init_from", MADE_OF, "data.tokenizer", "trainer.log_every",
+    "trainer.val_", "trainer.accelerator", "trainer.compile", "trainer.kernels", "training.",
 )  # fmt: skip
 BROKEN = "broken: "  # begins the reason why something is left out that should be there
 PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
@@ -165,10 +165,11 @@ def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:
         values |= {"training": read_training(path)}
     config = flatten(values)
     identity = read_json(path / "data.json")
-    identity.pop(MADE_OF, None)  # runs on the same data are compared, whatever they start from
     earlier = _other_rates(values, identity.pop(EARLIER_STEPS, []))
     if earlier:
         config[EARLIER_STEPS] = earlier
+    if MADE_OF in identity:  # runs on the same data are compared, whatever they start from
+        config[MADE_OF] = identity.pop(MADE_OF)
     # Everything below groups and sorts by these, too: one of another type would fail far from its file.
     wrong = [key for key in ("pe.name", "data.name") if not isinstance(config.get(key), str)]
     if wrong:
@@ -291,7 +292,10 @@ def _grouped(runs: pd.DataFrame, results: pd.DataFrame, left_out: LeftOut) -> pd
 
 
 def _starting_weights(runs: pd.DataFrame) -> pd.Series:
-    """Return the names of the weights that runs start from, without the seed where each seed has its own."""
+    """Return the names of the weights that runs start from, without the seed where each seed has its own.
+
+    A hash tells apart different weights of one name.
+    """
     init = runs.config.map(lambda config: str(config.get("init_from")))
     # Seeds may share the weights that they start from. Or each has its own, named as in "rope-s1": then the seed is
     # taken out of the name. A number in a name may mean something else. It is the seed only if runs of other seeds have
@@ -305,7 +309,11 @@ def _starting_weights(runs: pd.DataFrame) -> pd.Series:
         )
         is_equal_without = runs.groupby(["key", without_seed]).seed.transform("nunique") > 1
         weights = weights.mask(is_equal_without & ~is_shared, without_seed)
-    return weights
+    # A run that was trained on between two others has its name, and other weights. The hash of a model of transformers
+    # is of the times of its files.
+    made_of = runs.config.map(lambda config: config.get(MADE_OF))
+    has_changed = (made_of.groupby(init).transform("nunique") > 1) & ~init.str.startswith("hf:")
+    return weights.mask(has_changed, weights + " (" + made_of.astype(str).str[:6] + ")")
 
 
 def _labelled(groups: pd.DataFrame) -> pd.DataFrame:
