@@ -41,8 +41,8 @@ COSTS = {
     "peak_memory_mb": "training.peak_memory_mb",
 }
 RUN_COLUMNS = [
-    "name", "seed", "encoding", "data", "train_len", "section", "group", "label", "settings", "done", "identity",
-    "config", *COSTS,
+    "name", "seed", "encoding", "data", "train_len", "section", "group", "label", "settings", "unlike", "done",
+    "identity", "config", *COSTS,
 ]  # fmt: skip
 RESULT_COLUMNS = [
     "path", "file", "seed", "train_len", "section", "group", "line", "kind", "task", "difficulty", "depth",
@@ -60,8 +60,9 @@ class Runs(NamedTuple):
     """
 
     # A row for each run, indexed by its path: RUN_COLUMNS. `section` is the title of the data and training lengths,
-    # `label` that of the group, and `settings` the options in which it differs from others of its encoding; `config` is
-    # its flat configuration, with training.*.
+    # `label` that of the group, and `settings` the options in which it differs from others of its encoding, or but for
+    # the encoding's own from any other; the latter are also in `unlike`, as JSON. `config` is its flat configuration,
+    # with training.*.
     runs: pd.DataFrame
     # The long table, RESULT_COLUMNS: a row for each run, measure (kind and eval), variant, step, part, length and
     # quantity. `line` is the label of a group with the `reading` of its weights, `part` the label of task, difficulty,
@@ -286,7 +287,7 @@ def _grouped(runs: pd.DataFrame, results: pd.DataFrame, left_out: LeftOut) -> pd
     # Only runs in one section are shown together, so labels need not tell others apart.
     for _, of_section in runs.groupby("section"):
         groups = _labelled(of_section.drop_duplicates("group").set_index("group"))
-        for column in ("label", "settings"):
+        for column in ("label", "settings", "unlike"):
             runs.loc[of_section.index, column] = of_section.group.map(groups[column])
     return runs[RUN_COLUMNS]
 
@@ -318,15 +319,24 @@ def _starting_weights(runs: pd.DataFrame) -> pd.Series:
 
 def _labelled(groups: pd.DataFrame) -> pd.DataFrame:
     """Return `groups`, the first run of each, with what its settings differ in, in words, and a label of its own."""
-    differences = differing([compared(row.config) | {"init_from": row.init} for row in groups.itertuples()])
-    groups["settings"] = list(map(in_words, groups.encoding, differences))
+    settings = []
+    for row in groups.itertuples():
+        others = {"init_from": row.init, EARLIER_STEPS: row.config.get(EARLIER_STEPS)}
+        settings.append(compared(row.config) | others)
+    differences = differing(settings)
+    words = pd.Series(list(map(in_words, groups.encoding, differences)), groups.index)
     # The name of the run labels what differs in several options, or in what two groups share.
     names = [run.name.removesuffix(f"-s{run.seed}") for run in groups.itertuples()]
-    is_named = groups.settings.duplicated(keep=False) | np.array([len(differs) > 1 for differs in differences])
-    labels = groups.settings.mask(is_named, names)
+    is_named = words.duplicated(keep=False) | np.array([len(differs) > 1 for differs in differences])
+    labels = words.mask(is_named, names)
     # Directories in different folders may have one name.
     number = labels.groupby(labels).cumcount() + 1
     groups["label"] = labels.where(number == 1, labels + " [" + number.astype(str) + "]")
+    # The rest of the training may also differ from that of other encodings. No label says so: it would be too long.
+    unlike = not_alike(settings)
+    groups["unlike"] = list(map(json.dumps, unlike))
+    all_differences = [differs | others for differs, others in zip(differences, unlike, strict=True)]
+    groups["settings"] = list(map(in_words, groups.encoding, all_differences))
     return groups
 
 
@@ -362,6 +372,19 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for setting, is_named in zip(settings, differs[keys].to_numpy(), strict=True):
         result.append({key: setting.get(key) for key in itertools.compress(keys, is_named)})
     return result
+
+
+def not_alike(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return of each of several settings the options in which some differ that are no part of the encoding.
+
+    What some do not have, such as older ones, is no difference.
+    """
+    keys = []
+    for key in sorted(set().union(*settings)):
+        values = {json.dumps(setting[key]) for setting in settings if key in setting}
+        if len(values) > 1 and not key.startswith(("pe.", "data.files", "data._target_")):  # the data are the same
+            keys.append(key)
+    return [{key: setting[key] for key in keys if key in setting} for setting in settings]
 
 
 def in_words(name: str, options: Mapping[str, Any]) -> str:
