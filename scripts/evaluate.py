@@ -63,10 +63,13 @@ def main(args: Arguments) -> None:
         check_identity(path, trained.data.identity())
         # None: what `cfg.eval` asks for.
         asked = None if args.measures is None else [measure_of(args, measure) for measure in args.measures]
-        # If other encodings are asked for, results of the trained encoding are not measured again.
+        # If other encodings are asked for, results of the trained encoding are not measured again, unless they are of
+        # another precision: what is compared is measured alike.
         known = []
         if args.pe or args.eval["variants"] is not None:
-            known = [result for result in results.load_all(path) if not result.variant.zero_shot]
+            for result in results.load_all(path):
+                if not result.variant.zero_shot and result.provenance.get("precision") == hardware.precision:
+                    known.append(result)
         step = cfg.trainer.max_steps if trained.step is None else trained.step
         measured = Evaluator(net, trained.data, cfg, hardware).measure(RunDir(cfg), step, asked, known)
         report = page.write_beside(path)

@@ -106,20 +106,23 @@ def test_a_run_measures_the_model_it_starts_from_once(straight, train, trained):
 @pytest.mark.parametrize(
     ("options", "readings"),
     [
-        (["pe=nope", "pe.window=0.25"], {"nope"}),  # four tokens, which stay four
-        (["pe=nope", "pe.temperature=log"], {"nope"}),  # from 16 tokens on
-        (["pe=yarn", "pe.scale=2"], {"yarn", "yarn at scale 2"}),  # trained at scale 1
-        (["pe=dca"], {"dca", "dca extended"}),  # trained as RoPE
+        (["pe=nope", "pe.window=0.25"], ["nope"]),  # four tokens, which stay four
+        (["pe=nope", "pe.temperature=log"], ["nope", "nope"]),  # from 16 tokens on, and from 32
+        (["pe=yarn", "pe.scale=2"], ["yarn", "yarn at scale 2"]),  # trained at scale 1
+        (["pe=dca"], ["dca", "dca extended"]),  # trained as RoPE
     ],
 )
 def test_a_longer_run_measures_its_model_as_it_was_trained_and_as_the_run_reads_it(straight, extend, options, readings):
     base = straight(*options)
     child, _ = extend(base, "train_len=32", "eval.lengths=[0.25,0.5,1,2,4]")
     (trained,) = [e for e in load_all(base) if not e.variant.zero_shot]
-    before = {e.variant.label: e.measured for e in load_all(child) if e.step == 0}
+    before = [e for e in load_all(child) if e.step == 0]
 
-    assert before.keys() == readings
-    assert [m.nats for m in before[trained.variant.pe["name"]]] == [m.nats for m in trained.measured]
+    assert sorted(e.variant.label for e in before) == readings
+    (as_trained,) = [e for e in before if e.variant.zero_shot == (len(before) > 1)]
+    assert [m.nats for m in as_trained.measured] == [m.nats for m in trained.measured]
+    lines = {*ropewalk.runs(child).line}
+    assert sum(line.startswith("model before") for line in lines) == len(readings)
 
 
 def test_a_run_without_a_step_keeps_to_the_weights_it_began_with(train, trained):
@@ -369,6 +372,14 @@ def test_a_model_of_transformers_is_read_as_it_is(train, script, monkeypatch, tm
     small_llama(tmp_path / "llama", vocab_size=301)
     with pytest.raises(ValueError, match=r"llama-rope-16 holds earlier weights of \S+: rename or delete it"):
         ropewalk.load(folder, cache_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("train_len", [16, 32])
+def test_a_model_of_transformers_is_measured_once(extend, tmp_path, train_len):
+    """Its options are fewer than those of the run that reads it."""
+    _, folder = small_llama(tmp_path / "llama", vocab_size=258)
+    child, _ = extend(folder, f"train_len={train_len}", "eval.lengths=[1,2]", "eval.sequences=2")
+    assert [e.variant.label for e in load_all(child) if e.step == 0] == ["rope"]
 
 
 def test_beginning_with_a_model_of_transformers(extend, tmp_path):

@@ -233,21 +233,31 @@ class Evaluator:
     def measure_start(self, run: RunDir, base: Mapping[str, Any]) -> None:
         """Measure the weights of the model `base` before the first step, on the texts of `lengths`.
 
-        They are read as that model reads them, and by the encodings of the network if its options or scale are others.
+        They are read as that model reads them, and as the network does if that is something else.
         """
         network, encodings_of_network = self._variants()[0]  # as it is trained
         encodings = self._encodings(base["pe"], base["train_len"])
         scale = scales_of(encodings)[0]
-        is_other = (base["pe"], scale) != (network.pe, network.scale)
-        # Reports look for the model's own reading by this label.
-        variants = [(Variant(label=base["pe"]["name"], pe=base["pe"], scale=scale, zero_shot=is_other), encodings)]
-        if network.pe == base["pe"]:
+        # Equal options may read otherwise, as a temperature that counts from the training length, and options that are
+        # missing or that do nothing may differ.
+        is_other = self._first_text(encodings) != self._first_text(encodings_of_network)
+        pe, name = base["pe"], base["pe"]["name"]
+        if is_other and (pe, scale) == (network.pe, network.scale):
+            pe = {**pe, "train_len": base["train_len"]}  # which alone tells the two apart
+        elif network.pe == pe:
             # An infinite scale says that a training-free extension is active.
             reading = "extended" if network.scale == math.inf else f"at scale {network.scale:g}"
-            network = network.model_copy(update={"label": f"{network.pe['name']} {reading}"})
+            network = network.model_copy(update={"label": f"{name} {reading}"})
+        # Reports look for the model's own reading by this label.
+        variants = [(Variant(label=name, pe=pe, scale=scale, zero_shot=is_other), encodings)]
         if is_other:
             variants.append((network, encodings_of_network))
         self._measure(Weights(run, 0, base["train_len"]), self.planned[:1], variants)
+
+    def _first_text(self, encodings: Encodings) -> tuple[list[PartResult], list[int]]:
+        """What the `encodings` make of the first text of each length."""
+        with evaluating(self.net):
+            return _run_plan(self.planned[0], self._scorer(encodings, limit=1))
 
     def _measure(
         self, weights: Weights, plans: Sequence[Plan], variants: Variants,

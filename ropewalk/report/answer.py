@@ -1,4 +1,4 @@
-"""The answer of a long table: at most four sentences, each word by one rule, the same for texts and for tasks.
+"""The answer of a long table: at most five sentences, each word by one rule, the same for texts and for tasks.
 
 It is about each line at the longest text, of a task in the difficulty that is worst there.
 
@@ -8,6 +8,7 @@ It is about each line at the longest text, of a task in the difficulty that is w
 2. How many lines have each verdict; of at most three with their names. A line alone has one for each length.
 3. What the best possible predictor gains, and the share of the first line. Only if both gain.
 4. What the intervals cover, and which lines are not in the comparison.
+5. In which settings the lines were not trained alike, but for the encoding. Only if there are any.
 
 The verdict of a text is that of its gain: how much lower the loss is than on the text cut to the training length. The
 gain has a 95 % interval, and the run a tolerance t, `eval.tolerance`. The first rule that holds:
@@ -21,6 +22,7 @@ The verdict of a task is how many of a line's seeds learned it. Nothing else is 
 differences, such as a length that is "safe", could contradict it.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +30,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ropewalk.report.frame import AFTER, START
+from ropewalk.report.frame import AFTER, START, not_alike
 from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, headline, interval_columns, over_seeds, worst_part
 
 VERDICTS = {  # of one line, and of several
@@ -61,7 +63,13 @@ def answer(table: pd.DataFrame) -> list[str]:
     alike = table[(table.measure == "lengths") & (table.quantity == first.quantity) & (table.line != BEST_POSSIBLE)]
     others = sorted(set(alike.line) - set(last.line))
     verdicts = at_each_length(measured[measured.line == first.line]) if len(last) == 1 else how_many(last)
-    sentences = [f"{which(last)}{reading_on(first)}.", verdicts, possible(first, best), how_sure(last, others)]
+    sentences = [
+        f"{which(last)}{reading_on(first)}.",
+        verdicts,
+        possible(first, best),
+        how_sure(last, others),
+        trained_alike(last),
+    ]
     return [sentence for sentence in sentences if sentence]
 
 
@@ -171,6 +179,13 @@ def how_sure(last: pd.DataFrame, others: Sequence[str]) -> str:
     if others:
         sentence += f"; not compared (other settings, shorter texts or no finite loss): {listed(others)}"
     return f"{sentence}."
+
+
+def trained_alike(last: pd.DataFrame) -> str:
+    """Say in what the trainings of the lines differ, but for their encodings."""
+    trained = [json.loads(options) for options in last.unlike[~last.line.str.startswith(START)]]
+    keys = sorted(set().union(*not_alike(trained)))
+    return f"The lines were not trained alike: they also differ in {', '.join(keys)}." if keys else ""
 
 
 def far_text(table: pd.DataFrame) -> pd.DataFrame:

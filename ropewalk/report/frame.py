@@ -17,9 +17,11 @@ import pandas as pd
 
 from conf.errors import ConfigError, flatten
 from conf.files import printable, read_json
+from conf.schema import Optim
 from ropewalk.evaluation import archive
 from ropewalk.evaluation.results import Evaluation, result_files
-from ropewalk.run.directory import FREE, MADE_OF, read_config, read_metrics, read_training
+from ropewalk.run.directory import EARLIER_STEPS, FREE, MADE_OF, read_config, read_metrics, read_training
+from ropewalk.training.optimizer import learning_rate
 
 BEFORE, AFTER = "before training", "after training"  # readings of a run that starts from a model
 START = "model before "  # begins the name of the line of that model, which ends with the label of the run
@@ -27,8 +29,8 @@ START = "model before "  # begins the name of the line of that model, which ends
 # tokenizer is part of the identity of the data, and seeds that start from runs of their own have it from there. Only
 # older runs have `overwrite`.
 IGNORED = (
-    *FREE, "overwrite", "dry_run", "seed", "name", "init_from", "data.tokenizer", "trainer.log_every", "trainer.val_",
-    "trainer.accelerator", "trainer.compile", "trainer.kernels", "training.",
+    *FREE, "overwrite", "dry_run", "seed", "name", "init_from", MADE_OF, "data.tokenizer", "trainer.log_every",
+    "trainer.val_", "trainer.accelerator", "trainer.compile", "trainer.kernels", "training.",
 )  # fmt: skip
 BROKEN = "broken: "  # begins the reason why something is left out that should be there
 PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
@@ -39,8 +41,8 @@ COSTS = {
     "peak_memory_mb": "training.peak_memory_mb",
 }
 RUN_COLUMNS = [
-    "name", "seed", "encoding", "data", "train_len", "section", "group", "label", "settings", "done", "identity",
-    "config", *COSTS,
+    "name", "seed", "encoding", "data", "train_len", "section", "group", "label", "settings", "unlike", "done",
+    "identity", "config", *COSTS,
 ]  # fmt: skip
 RESULT_COLUMNS = [
     "path", "file", "seed", "train_len", "section", "group", "line", "kind", "task", "difficulty", "depth",
@@ -58,8 +60,9 @@ class Runs(NamedTuple):
     """
 
     # A row for each run, indexed by its path: RUN_COLUMNS. `section` is the title of the data and training lengths,
-    # `label` that of the group, and `settings` the options in which it differs from others of its encoding; `config` is
-    # its flat configuration, with training.*.
+    # `label` that of the group, and `settings` the options in which it differs from others of its encoding, or but for
+    # the encoding's own from any other; the latter are also in `unlike`, as JSON. `config` is its flat configuration,
+    # with training.*.
     runs: pd.DataFrame
     # The long table, RESULT_COLUMNS: a row for each run, measure (kind and eval), variant, step, part, length and
     # quantity. `line` is the label of a group with the `reading` of its weights, `part` the label of task, difficulty,
@@ -163,7 +166,11 @@ def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:
         values |= {"training": read_training(path)}
     config = flatten(values)
     identity = read_json(path / "data.json")
-    identity.pop(MADE_OF, None)  # runs on the same data are compared, whatever they start from
+    earlier = _other_rates(values, identity.pop(EARLIER_STEPS, []))
+    if earlier:
+        config[EARLIER_STEPS] = earlier
+    if MADE_OF in identity:  # runs on the same data are compared, whatever they start from
+        config[MADE_OF] = identity.pop(MADE_OF)
     # Everything below groups and sorts by these, too: one of another type would fail far from its file.
     wrong = [key for key in ("pe.name", "data.name") if not isinstance(config.get(key), str)]
     if wrong:
@@ -187,6 +194,22 @@ def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:
         with attempt(file, left_out):
             results += _results(file, run, values["pe"])
     return pd.DataFrame([run]), pd.DataFrame(results, columns=None if results else RESULT_COLUMNS)
+
+
+def _other_rates(values: Mapping[str, Any], earlier: Iterable[tuple[int, int]]) -> str:
+    """Return those earlier max_steps with which a run was trained at other rates than its last number of steps gives.
+
+    Args:
+        values: its configuration.
+        earlier: see EARLIER_STEPS.
+    """
+    optim = Optim(**values["optim"])
+    steps = values["trainer"]["max_steps"]
+    # Rates that differ at all, differ at the last step.
+    differ = [
+        old for old, last in earlier if learning_rate(last - 1, optim, old) != learning_rate(last - 1, optim, steps)
+    ]
+    return ", ".join(map(str, differ))
 
 
 def _results(file: Path, run: Mapping[str, Any], trained_pe: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -264,13 +287,16 @@ def _grouped(runs: pd.DataFrame, results: pd.DataFrame, left_out: LeftOut) -> pd
     # Only runs in one section are shown together, so labels need not tell others apart.
     for _, of_section in runs.groupby("section"):
         groups = _labelled(of_section.drop_duplicates("group").set_index("group"))
-        for column in ("label", "settings"):
+        for column in ("label", "settings", "unlike"):
             runs.loc[of_section.index, column] = of_section.group.map(groups[column])
     return runs[RUN_COLUMNS]
 
 
 def _starting_weights(runs: pd.DataFrame) -> pd.Series:
-    """Return the names of the weights that runs start from, without the seed where each seed has its own."""
+    """Return the names of the weights that runs start from, without the seed where each seed has its own.
+
+    A hash tells apart different weights of one name.
+    """
     init = runs.config.map(lambda config: str(config.get("init_from")))
     # Seeds may share the weights that they start from. Or each has its own, named as in "rope-s1": then the seed is
     # taken out of the name. A number in a name may mean something else. It is the seed only if runs of other seeds have
@@ -284,20 +310,33 @@ def _starting_weights(runs: pd.DataFrame) -> pd.Series:
         )
         is_equal_without = runs.groupby(["key", without_seed]).seed.transform("nunique") > 1
         weights = weights.mask(is_equal_without & ~is_shared, without_seed)
-    return weights
+    # A run that was trained on between two others has its name, and other weights. The hash of a model of transformers
+    # is of the times of its files.
+    made_of = runs.config.map(lambda config: config.get(MADE_OF))
+    has_changed = (made_of.groupby(init).transform("nunique") > 1) & ~init.str.startswith("hf:")
+    return weights.mask(has_changed, weights + " (" + made_of.astype(str).str[:6] + ")")
 
 
 def _labelled(groups: pd.DataFrame) -> pd.DataFrame:
     """Return `groups`, the first run of each, with what its settings differ in, in words, and a label of its own."""
-    differences = differing([compared(row.config) | {"init_from": row.init} for row in groups.itertuples()])
-    groups["settings"] = list(map(in_words, groups.encoding, differences))
+    settings = []
+    for row in groups.itertuples():
+        others = {"init_from": row.init, EARLIER_STEPS: row.config.get(EARLIER_STEPS)}
+        settings.append(compared(row.config) | others)
+    differences = differing(settings)
+    words = pd.Series(list(map(in_words, groups.encoding, differences)), groups.index)
     # The name of the run labels what differs in several options, or in what two groups share.
     names = [run.name.removesuffix(f"-s{run.seed}") for run in groups.itertuples()]
-    is_named = groups.settings.duplicated(keep=False) | np.array([len(differs) > 1 for differs in differences])
-    labels = groups.settings.mask(is_named, names)
+    is_named = words.duplicated(keep=False) | np.array([len(differs) > 1 for differs in differences])
+    labels = words.mask(is_named, names)
     # Directories in different folders may have one name.
     number = labels.groupby(labels).cumcount() + 1
     groups["label"] = labels.where(number == 1, labels + " [" + number.astype(str) + "]")
+    # The rest of the training may also differ from that of other encodings. No label says so: it would be too long.
+    unlike = not_alike(settings)
+    groups["unlike"] = list(map(json.dumps, unlike))
+    all_differences = [differs | others for differs, others in zip(differences, unlike, strict=True)]
+    groups["settings"] = list(map(in_words, groups.encoding, all_differences))
     return groups
 
 
@@ -333,6 +372,19 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for setting, is_named in zip(settings, differs[keys].to_numpy(), strict=True):
         result.append({key: setting.get(key) for key in itertools.compress(keys, is_named)})
     return result
+
+
+def not_alike(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return of each of several settings the options in which some differ that are no part of the encoding.
+
+    What some do not have, such as older ones, is no difference.
+    """
+    keys = []
+    for key in sorted(set().union(*settings)):
+        values = {json.dumps(setting[key]) for setting in settings if key in setting}
+        if len(values) > 1 and not key.startswith(("pe.", "data.files", "data._target_")):  # the data are the same
+            keys.append(key)
+    return [{key: setting[key] for key in keys if key in setting} for setting in settings]
 
 
 def in_words(name: str, options: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ PAIRED = {
 }
 OF_LINE = [  # columns that are the same in all rows of a line
     "train_len", "cut", "base", "encoding", "variant", "scale", "reading", "zero_shot", "step", "settings",
-    "reference", "reference_len", "tolerance", *COSTS,
+    "unlike", "reference", "reference_len", "tolerance", *COSTS,
 ]  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def interval_columns(column: str) -> list[str]:
 COLUMNS = [
     # Who was measured, and by what.
     "section", "data", "train_len", "cut", "line", "base", "encoding", "variant", "scale", "reading", "zero_shot",
-    "step", "settings", "run", "path", "seed", "seeds",
+    "step", "settings", "unlike", "run", "path", "seed", "seeds",
     "measure", "quantity", "unit", "eval", *OF_PART, "part", "length", "times", "texts", "documents", "learned",
     # The numbers, and what they mean.
     *(name for column in ("value", *PAIRED) for name in interval_columns(column)),
@@ -348,7 +348,7 @@ def _share(gained: Sample | None, possible: Sample | None) -> Estimate | None:
 def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> pd.DataFrame:
     """Return OF_LINE by line: what it is, what it is compared with, and its costs, medians over its runs."""
     lines = rows.drop_duplicates("line").set_index("line", drop=False)
-    of_runs = runs.runs[["label", "settings"]].join(runs.runs.groupby("group")[[*COSTS]].transform("median"))
+    of_runs = runs.runs[["label", "settings", "unlike"]].join(runs.runs.groupby("group")[[*COSTS]].transform("median"))
     lines = lines.join(of_runs, on="path")
     # The baseline of weights that are read zero-shot is the same weights read as trained. That of a run that starts
     # from a model is the model, where it was measured before the training; that is also its reference.

@@ -1,7 +1,7 @@
 """A run directory: everything that belongs to one run, in plain files that can be read without this program.
 
 config.yaml           the resolved configuration
-data.json             identity of the data, and of the weights that the run starts from
+data.json             identity of the data, and of the weights that the run starts from; earlier trainer.max_steps
 environment.json      run_id, and for each start of the run: command, commit, versions, machine
 git-HASH.diff         how the source differed from that commit, new files included
 metrics.jsonl         one JSON object for each logged optimizer step
@@ -53,6 +53,8 @@ from ropewalk.run.provenance import provenance, source_state
 
 RESTORE = "restore it, or train again under another name"
 MADE_OF = "made_of"  # key of data.json: a hash of the weights that a run starts from
+# Key of data.json: [trainer.max_steps, the last step that was trained with it] before each change of that number.
+EARLIER_STEPS = "earlier_max_steps"
 
 
 class Environment(BaseModel):
@@ -186,6 +188,12 @@ class RunDir:
         old_steps = config["trainer"]["max_steps"]
         if steps != old_steps:
             print(f"{self.path}: {steps} steps instead of {old_steps}; the learning rate now follows {steps}")
+            identity = read_json(self.path / "data.json")
+            earlier = identity.setdefault(EARLIER_STEPS, [])
+            trained = max(steps_in(self.checkpoints), default=0)
+            if trained > max((last for _, last in earlier), default=0):
+                earlier.append([old_steps, trained])
+                write_json(self.path / "data.json", identity)
             config["trainer"]["max_steps"] = steps
             write_text(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         if not self.complete:

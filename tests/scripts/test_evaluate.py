@@ -108,6 +108,16 @@ def test_options_without_an_encoding_are_of_the_one_that_was_trained(make_run, e
     assert readings == {1.0: own, 8.0: own, 16.0: own | {"global": own["global"] | {"scale": 16.0}}}
 
 
+def test_readings_that_are_compared_have_one_precision(make_run, evaluate):
+    """The trained encoding is measured again in that of the other reading, and only then."""
+    run = make_run("rope")
+    for encoding, precision in [("rope", "bf16-mixed"), ("ntk", "bf16-true"), ("linear", "bf16-true")]:
+        said = evaluate(f"run={run}", "measures=[lengths]", "device=cpu", f"pe={encoding}", f"precision={precision}")
+        assert ("of rope" in said.out) == (encoding != "linear")
+
+    assert {e.provenance["precision"] for e in load_all(run)} == {"bf16-true"}
+
+
 MISTAKES = {
     "pe=yarn pe.beta_fats=3": "did you mean pe.beta_fast",
     "pe=nope": "pe=nope (no encoding) cannot read weights trained with rope",

@@ -126,3 +126,18 @@ def test_the_costs_of_a_run_are_not_those_of_the_model_it_starts_from(tmp_path):
     _, cells = page.costs(over_seeds(results(frame.load(tmp_path))))
 
     assert cells.index.tolist() == ["fox"]
+
+
+def test_what_else_differs_between_encodings_is_said(tmp_path):
+    """Their labels stay short."""
+    write_run(tmp_path, "rope", config={"optim.lr": 0.1})
+    write_run(tmp_path, "alibi", config={"optim.lr": 0.2, "trainer.max_steps": 900})
+    table = results(frame.load(tmp_path))
+    _, cells = page.costs(over_seeds(table))
+
+    assert cells["differs in"].to_dict() == {
+        "alibi": "alibi (optim.lr 0.2, max_steps 900)",
+        "rope": "rope (optim.lr 0.1, max_steps 600)",
+    }
+    assert answer(table)[-1] == "The lines were not trained alike: they also differ in optim.lr, trainer.max_steps."
+    assert "not trained alike" not in " ".join(answer(table[table.line == "rope"]))

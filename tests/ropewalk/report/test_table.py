@@ -185,6 +185,43 @@ def test_runs_that_differ_in_the_seed_alone_are_one_line(tmp_path, runs, seeds):
     assert of_lines(measured(tmp_path), "seeds") == seeds
 
 
+@pytest.mark.parametrize(
+    ("schedule", "decay_share", "is_other"),
+    [
+        ("cosine", 0.2, True),
+        ("wsd", 0.0, False),
+        ("wsd", 0.5, True),
+        ("wsd", 0.1, False),  # it did not decay until step 250 of 300
+    ],
+)
+def test_a_run_at_other_rates_before_it_was_extended_is_no_seed(tmp_path, schedule, decay_share, is_other):
+    optim = usual_values()["optim"] | {"schedule": schedule, "decay_share": decay_share}
+    write_run(tmp_path, config={"optim": optim})
+    extended = write_run(tmp_path, seed=1, config={"optim": optim})
+    (extended / "data.json").write_text('{"sha256": "a", "earlier_max_steps": [[300, 250]]}')
+    seeds = {"rope": 1, "rope (earlier_max_steps 300)": 1} if is_other else {"rope": 2}
+    assert of_lines(measured(tmp_path), "seeds") == seeds
+
+
+@pytest.mark.parametrize(
+    ("init_from", "expected"),
+    [
+        ("runs/stem", {"rope (init_from runs/stem (abcdef))": 1, "rope (init_from runs/stem (123456))": 2}),
+        ("hf:model", {"rope": 2}),  # whose files were copied
+    ],
+)
+def test_runs_from_a_model_before_and_after_it_was_trained_on_are_two_lines(tmp_path, init_from, expected):
+    """Of seed 1 there are both."""
+    for name, seed, weights in [("early", 1, "abcdef1"), ("late", 1, "123456a"), ("late-s2", 2, "123456a")]:
+        run = write_run(tmp_path, seed=seed, name=name, config={"init_from": init_from})
+        (run / "data.json").write_text(json.dumps({"sha256": "a", "made_of": weights}))
+    assert of_lines(measured(tmp_path), "seeds") == expected
+
+    runs = frame.load(tmp_path)
+    archive.write(tmp_path / "all.parquet", runs.runs, runs.results)
+    assert of_lines(measured(tmp_path / "all.parquet"), "seeds") == expected
+
+
 def test_an_earlier_step_is_a_line_of_its_own_and_compared_with_itself(tmp_path):
     evaluate(write_run(tmp_path), step=200)
     bases = of_lines(measured(tmp_path), "base")

@@ -9,6 +9,7 @@ import subprocess
 import pytest
 from conftest import edit
 
+from conf.files import read_json
 from ropewalk.app.configure import train_values
 from ropewalk.app.resolve import resolve
 from ropewalk.run import directory, provenance
@@ -109,6 +110,15 @@ def test_what_may_change_and_what_not(make, run, options, message):
     again.create(DATA)
 
     assert read_config(run.path)["trainer"]["max_steps"] == again.cfg.trainer.max_steps
+
+
+def test_another_number_of_steps_leaves_the_earlier_one_on_record(make, run):
+    """Where steps were trained with it."""
+    run.checkpoints.mkdir()
+    for steps, trained in {500: 0, 600: 100, 700: 100, 800: 700}.items():
+        (run.checkpoints / f"step={trained}.ckpt").touch()
+        make(f"trainer.max_steps={steps}").create(DATA)
+    assert read_json(run.path / "data.json") == DATA | {"earlier_max_steps": [[500, 100], [700, 700]]}
 
 
 def test_a_run_of_an_older_version_is_resumed(make, run):
