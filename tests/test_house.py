@@ -16,9 +16,9 @@ BUDGETS = {
     ("train.py",): 210,
     ("model/gpt.py",): 200,
     ("model/attention.py",): 170,
-    (*CORE, "hydra_plugins", "scripts", "docs"): 8_473,
-    ("lab",): 3_363,
-    ("tests",): 8_217,
+    (*CORE, "hydra_plugins", "scripts", "docs"): 8_583,
+    ("lab",): 3_365,
+    ("tests",): 8_330,
 }
 
 

@@ -4,6 +4,7 @@ The result is frozen: training, evaluation and config.yaml see only that. Here i
 weights.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,9 @@ def resolve(values: Mapping[str, Any]) -> Config:
         # Unless the user names encodings, YaRN reads the weights of RoPE. Of exactly this class: what can read RoPE's
         # weights may be wrong for those of a variant.
         is_rope = cfg.pe.get("_target_") == "model.position.rotary.Rotary"  # a pattern has no _target_
-        wanted = ["yarn"] if is_rope else []
+        # A window that training fills keeps its scale: see `scales_of`.
+        has_room = (in_tokens(cfg.pe.get("window"), cfg.train_len) or math.inf) > cfg.train_len
+        wanted = ["yarn"] if is_rope and has_room else []
     if cfg.init_optimizer:
         theirs = _optimizer(read_config(Path(base["source"]))["optim"]["optimizer"])
         if theirs != _optimizer(cfg.optim.optimizer):

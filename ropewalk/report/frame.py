@@ -166,9 +166,9 @@ def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:
         values |= {"training": read_training(path)}
     config = flatten(values)
     identity = read_json(path / "data.json")
-    earlier = _other_rates(values, identity.pop(EARLIER_STEPS, []))
-    if earlier:
-        config[EARLIER_STEPS] = earlier
+    earlier = identity.pop(EARLIER_STEPS, [])
+    if earlier and _other_rates(values, earlier):
+        config[EARLIER_STEPS] = _other_rates(values, earlier)
     if MADE_OF in identity:  # runs on the same data are compared, whatever they start from
         config[MADE_OF] = identity.pop(MADE_OF)
     # Everything below groups and sorts by these, too: one of another type would fail far from its file.
