@@ -12,6 +12,7 @@ import torch
 from conftest import YAMLS, rows_of
 from hf_models import SIZES, hf_model
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from process_helpers import On
 from safetensors.torch import load_file
 
@@ -231,7 +232,7 @@ def test_a_window_that_an_encoding_is_chosen_for_stays(train, straight):
         assert [pe[part]["window"] for part in ("local", "global")] == [0.25, None]
 
 
-def test_what_a_program_of_the_users_chooses_holds_over_the_model(straight, train, tmp_path):
+def test_what_a_program_of_the_users_chooses_holds_over_the_model(straight, train, tmp_path, monkeypatch):
     base = straight("pe=rope", "pe.base=500.0")
     chosen = "defaults: [train, {override /pe: yarn}, _self_]\npe: {scale: 8.0}\n"
     (tmp_path / "mine.yaml").write_text(chosen)
@@ -243,6 +244,7 @@ def test_what_a_program_of_the_users_chooses_holds_over_the_model(straight, trai
 
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         config = compose("train", [f"init_from={base}", "pe=yarn"])
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # no program runs, whatever ran before in this process
     with pytest.raises(ValueError, match=r"give ropewalk\.train the overrides"):
         ropewalk.train(config=config)
 
