@@ -35,7 +35,7 @@ from ropewalk.evaluation.objective import objective
 from ropewalk.report import loggers, page
 from ropewalk.run import processes
 from ropewalk.run.directory import RunDir, check_identity
-from ropewalk.run.stop import EXIT_INTERRUPTED, EXIT_STOPPED, noting_signals
+from ropewalk.run.stop import EXIT_INTERRUPTED, EXIT_STOPPED, noting_signals, reasons_to_stop
 from ropewalk.training import checkpoints, distributed, rows
 from ropewalk.training.hardware import Hardware, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
@@ -217,7 +217,7 @@ class Training:
                 due = self.what_is_due(
                     step,
                     time.perf_counter() - saved,
-                    told_to_stop=bool(signals) or time.monotonic() > deadline,
+                    told_to_stop=bool(reasons_to_stop(signals, deadline)),
                     showing=screen.is_due(),
                 )
                 if due.logging or due.measuring or due.saving or due.showing:
@@ -249,10 +249,10 @@ class Training:
                     break
 
             # Also after a signal during the last step or what followed it: all is saved, and measurements can wait.
-            late = time.monotonic() > deadline
-            stopped, interrupted = processes.any_rank(bool(signals) or late, "SIGINT" in signals)
+            reasons = reasons_to_stop(signals, deadline)
+            stopped, interrupted = processes.any_rank(bool(reasons), "SIGINT" in reasons)
             if stopped:
-                reason = ", ".join(signals) or ("trainer.time_limit" if late else "another process was told to stop")
+                reason = ", ".join(reasons) or "another process was told to stop"
                 print(f"{reason}: stopped after step {progress.step}; rerun the same command to resume")
                 raise SystemExit(EXIT_INTERRUPTED if interrupted else EXIT_STOPPED)
 

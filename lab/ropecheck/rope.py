@@ -38,13 +38,7 @@ def settings(config: dict[str, Any], kind: str = FULL, length: int = 1) -> dict[
         KeyError: the configuration lacks a setting.
     """
     is_new = bool(config.get("rope_parameters"))
-    given = config["rope_parameters"] if is_new else config.get("rope_scaling") or {}
-    given = given.get(kind, given)
-    if not is_new and kind == SLIDING and "rope_local_base_freq" in config:
-        given = {"rope_theta": config["rope_local_base_freq"]}
-    if not is_new and kind == SLIDING and config.get("model_type") == "olmo3":
-        given = {}
-
+    given = config["rope_parameters"].get(kind, config["rope_parameters"]) if is_new else _older_settings(config, kind)
     # None is the default, and so is 0 for beta_slow; but None is false for truncate.
     s = DEFAULTS | config | {name: value for name, value in given.items() if value or name == "truncate"}
     s |= {"config": config, "is_new": is_new, "kind": kind, "length": length}
@@ -59,6 +53,16 @@ def settings(config: dict[str, Any], kind: str = FULL, length: int = 1) -> dict[
     s |= {"head_dim": head_dim, "dim": dim, "pairs": dim // 2, "kept": rotated // 2}
     s["attention_factor"] = s.get("attention_factor") or attention_factor(s)
     return s
+
+
+def _older_settings(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the scaling of a kind of layer as transformers 4 writes it."""
+    if kind == SLIDING and "rope_local_base_freq" in config:
+        return {"rope_theta": config["rope_local_base_freq"]}
+    if kind == SLIDING and config.get("model_type") == "olmo3":
+        return {}
+    given: dict[str, Any] = config.get("rope_scaling") or {}
+    return given.get(kind, given)
 
 
 def attention_factor(s: dict[str, Any]) -> float:

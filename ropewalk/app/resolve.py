@@ -324,15 +324,15 @@ def shared_options(base: Options, chosen: Options, given_keys: Collection[str]) 
             prefix = f"{name}." if name else ""
             open_keys = [key for key in part if prefix + key not in given_keys and key not in own]
             base_part = _common(base_parts, open_keys, chosen["name"])
-        of_part = {}
-        for key, value in base_part.items():
-            # What the base leaves off, such as a window, does not decide: an encoding may be chosen for it.
-            if key in part and key not in own and value not in (None, "none"):
-                of_part[key] = value
+        shared[name] = _decided_by(base_part, part.keys() - own)
         if "original_len" in part:
-            of_part["original_len"] = base_part.get("original_len") or base["original_len"]
-        shared[name] = of_part
+            shared[name]["original_len"] = base_part.get("original_len") or base["original_len"]
     return shared.get("", shared)
+
+
+def _decided_by(part: Options, keys: Collection[str]) -> dict[str, Any]:
+    """Those of the `keys` that a part of the model decides. What it leaves off, such as a window, may be chosen."""
+    return {key: value for key, value in part.items() if key in keys and value not in (None, "none")}
 
 
 def _common(parts: Mapping[str, Options], keys: Iterable[str], pe_name: str) -> dict[str, Any]:

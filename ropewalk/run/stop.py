@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 EXIT_STOPPED = 75  # exit code, os.EX_TEMPFAIL "try again later": a job script requeues on it and on no other
@@ -42,6 +43,11 @@ def noting_signals() -> Iterator[list[str]]:
             signal.signal(number, handler)
         if "SIGUSR2" in received:
             signal.raise_signal(signal.SIGUSR2)
+
+
+def reasons_to_stop(signals: list[str], deadline: float) -> list[str]:
+    """Return the names of the noted `signals`, and of the time limit after its `deadline` by `time.monotonic`."""
+    return [*signals, "trainer.time_limit"] if time.monotonic() > deadline else [*signals]
 
 
 def die_with_parent(parent: int) -> None:
