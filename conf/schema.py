@@ -323,10 +323,10 @@ def _explained(key: str, errors: Sequence[Mapping[str, Any]], values: Any, schem
         # A validator of a whole section, such as `GPTConfig._divisible`, names the keys itself.
         case "value_error" if isinstance(value, Mapping):
             return str(first["ctx"]["error"])
-    is_one_of = [error["msg"].partition("Input should be ")[2] for error in errors]
-    reason = "it should be " + " or ".join(filter(None, is_one_of))
-    if not is_one_of[0]:
-        reason = first["msg"].removeprefix("Value error, ")
+    reason = first["msg"].removeprefix("Value error, ")
+    if reason.startswith("Input should be "):
+        alternatives = [error["msg"].partition("Input should be ")[2] for error in errors]
+        reason = "it should be " + " or ".join(filter(None, alternatives))
     return f"{key.rstrip('.') or 'the configuration'}={value!r}: {reason}{foreign_hint(key, value)}"
 
 

@@ -210,7 +210,8 @@ def test_changed_and_deleted_data_are_refused(train, run):
     assert snapshot(run) == before
 
 
-def test_a_launcher_that_waits_for_sigusr2_gets_it_after_a_checkpoint(train, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_launcher_that_waits_for_a_signal_gets_it_after_a_checkpoint(train, number):
     """As submitit, whose handler requeues the job and ends the process."""
     checkpoints = []
 
@@ -218,12 +219,12 @@ def test_a_launcher_that_waits_for_sigusr2_gets_it_after_a_checkpoint(train, mon
         checkpoints.extend(path.name for path in train.runs.glob("*/checkpoints/*"))
         raise SystemExit(-1)
 
-    old = signal.signal(signal.SIGUSR2, requeue)
+    old = signal.signal(number, requeue)
     try:
-        with On("ropewalk.run.directory.RunDir.append", 2, partial(signal.raise_signal, signal.SIGUSR2)):
+        with On("ropewalk.run.directory.RunDir.append", 2, partial(signal.raise_signal, number)):
             train(*SHORT, code=None)
     finally:
-        signal.signal(signal.SIGUSR2, old)
+        signal.signal(number, old)
 
     assert checkpoints
     assert not (train.runs / "rope-text" / "training.json").exists()

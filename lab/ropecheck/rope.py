@@ -38,9 +38,12 @@ def settings(config: dict[str, Any], kind: str = FULL, length: int = 1) -> dict[
         KeyError: the configuration lacks a setting.
     """
     is_new = bool(config.get("rope_parameters"))
-    given = config["rope_parameters"].get(kind, config["rope_parameters"]) if is_new else _older_settings(config, kind)
+    given = _settings_of(kind, config["rope_parameters"]) if is_new else _older_settings(config, kind)
+    config_without_none = {name: value for name, value in config.items() if value is not None}
     # None is the default, and so is 0 for beta_slow; but None is false for truncate.
-    s = DEFAULTS | config | {name: value for name, value in given.items() if value or name == "truncate"}
+    s: dict[str, Any] = (
+        DEFAULTS | config_without_none | {name: value for name, value in given.items() if value or name == "truncate"}
+    )
     s |= {"config": config, "is_new": is_new, "kind": kind, "length": length}
     s["rope_type"] = s.get("rope_type") or s.get("type", "default")
     s["original"] = s.get("original_max_position_embeddings") or s["max_position_embeddings"]
@@ -53,6 +56,16 @@ def settings(config: dict[str, Any], kind: str = FULL, length: int = 1) -> dict[
     s |= {"head_dim": head_dim, "dim": dim, "pairs": dim // 2, "kept": rotated // 2}
     s["attention_factor"] = s.get("attention_factor") or attention_factor(s)
     return s
+
+
+def _settings_of(kind: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the `rope_parameters` of a kind of layer. Raises KeyError: they are by kind, and it has none."""
+    if FULL not in parameters and SLIDING not in parameters:
+        return parameters
+    given: dict[str, Any] = parameters[kind]
+    if given is None:
+        raise KeyError(kind)
+    return given
 
 
 def _older_settings(config: dict[str, Any], kind: str) -> dict[str, Any]:

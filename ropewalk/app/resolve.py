@@ -318,7 +318,7 @@ def shared_options(base: Options, chosen: Options, given_keys: Collection[str]) 
         base_part = base_parts.get(name, base_parts.get(""))
         own = {*_NOT_SHARED}
         # Each class chooses a near_window of its own, which does not matter to the weights.
-        if base_part is None or base_part.get("_target_") != part.get("_target_"):
+        if (base_part or {}).get("_target_") != part.get("_target_"):
             own.add("near_window")
         if base_part is None:
             prefix = f"{name}." if name else ""
@@ -416,8 +416,8 @@ def scaled_to(longest_multiple: float, trained: Options, pe: Options, given_keys
         key = f"{name}.scale" if name else "scale"
         # dynamic_ntk's is 1 for any length
         if isinstance(part, Mapping) and key not in given_keys and part.get("scale", 1) > 1:
-            scale = max(1.0, longest_multiple * trained["train_len"] / part["original_len"])
-            scales[name] = {"scale": scale}
+            original_len = part["original_len"] or trained["train_len"]  # of a null that was given: as in `Scaled`
+            scales[name] = {"scale": max(1.0, longest_multiple * trained["train_len"] / original_len)}
     return over(scales.get("", scales), pe)
 
 

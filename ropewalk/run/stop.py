@@ -18,8 +18,9 @@ def noting_signals() -> Iterator[list[str]]:
     """Yield a list that gets the names of signals, which ask training to end after the current optimizer step.
 
     Inside the context SIGTERM and SIGUSR1, with which clusters announce the end of a job, and Ctrl-C do nothing else. A
-    second Ctrl-C ends the process at once. SIGUSR2 counts where a launcher waits for it, as submitit does to requeue a
-    job: it gets the signal when the context ends. Outside the main thread, which alone gets signals, none is noted.
+    second Ctrl-C ends the process at once. SIGUSR2 counts where a launcher waits for it. A launcher that waits for one
+    of these two, as submitit does to requeue a job, gets it when the context ends. Outside the main thread, which alone
+    gets signals, none is noted.
     """
     received: list[str] = []
     if threading.current_thread() is not threading.main_thread():
@@ -41,8 +42,9 @@ def noting_signals() -> Iterator[list[str]]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if "SIGUSR2" in received:
-            signal.raise_signal(signal.SIGUSR2)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            if number.name in received and callable(handlers[number]):
+                signal.raise_signal(number)
 
 
 def reasons_to_stop(signals: list[str], deadline: float) -> list[str]:

@@ -95,11 +95,16 @@ def test_variants_are_resolved():
     assert [pe["name"] for pe in resolve(train_values()).eval.variants] == ["yarn"]
     assert resolve(train_values("pe=alibi")).eval.variants == []
 
-    cfg = resolve(train_values("pe.base=500", "pe.window=64", "eval.variants=[linear,{pe:ntk,scale:2}]"))
-    linear, ntk = cfg.eval.variants
+    cfg = resolve(
+        train_values(
+            "pe.base=500", "pe.window=64", "eval.variants=[linear,{pe:ntk,scale:2},{pe:yarn,original_len:null}]"
+        )
+    )
+    linear, ntk, yarn = cfg.eval.variants
     expected = {"name": "linear", "base": 500.0, "window": 64, "scale": 8.0}
 
     assert linear | expected == linear
+    assert (yarn["scale"], yarn["original_len"]) == (8.0, 128)
     assert ntk["name"] == "ntk"
     assert repr(ntk["scale"]) == "2.0"  # files tell 2 from 2.0
 

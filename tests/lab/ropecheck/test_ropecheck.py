@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lab.ropecheck import engines, tiny
 from lab.ropecheck.__main__ import main
+from lab.ropecheck.rope import settings
 
 ORIGINAL = "original_max_position_embeddings"
 SHARPER = 1 + 0.1 * math.log(4)  # the attention factor of YaRN at a factor of 4
@@ -308,3 +309,13 @@ def test_what_cannot_be_told_is_said(target, message, capsys, tmp_path, monkeypa
     assert main([target.format(folder=tmp_path / "gpt2")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_a_kind_of_layer_without_settings_is_not_plain_rope():
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 32, "partial_rotary_factor": None}
+    given = {"sliding_attention": {"rope_theta": 5.0}, "full_attention": None}
+
+    assert settings({**sizes, "rope_parameters": given}, "sliding_attention")["rope_theta"] == 5.0
+    for parameters in (given, {"sliding_attention": {"rope_theta": 5.0}}):
+        with pytest.raises(KeyError, match="full_attention"):
+            settings({**sizes, "rope_parameters": parameters}, "full_attention")
