@@ -94,6 +94,7 @@ def test_variants_are_resolved():
     """A RoPE is never without one; the longest of eval.lengths decides a scale that is not given."""
     assert [pe["name"] for pe in resolve(train_values()).eval.variants] == ["yarn"]
     assert resolve(train_values("pe=alibi")).eval.variants == []
+    assert resolve(train_values("pe.window=128", "train_len=128")).eval.variants == []  # no scale changes it
 
     cfg = resolve(
         train_values(
