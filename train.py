@@ -74,7 +74,7 @@ def train(cfg: Config) -> None:
 
 
 def finish(run: RunDir, fabric: "Fabric", hardware: Hardware, deadline: float) -> None:
-    """Train, until the `deadline` as `time.monotonic` says it, and evaluate what is still missing of a run."""
+    """Train until `deadline`, a time of `time.monotonic`, and evaluate what is still missing of a run."""
     cfg = run.cfg
     # The vocabularies are compared before tokenising, which may take hours.
     data = build_data(cfg.data)
@@ -195,7 +195,7 @@ class Training:
     def fit(self, run: RunDir, logger: loggers.Trackers, progress: checkpoints.Progress, deadline: float) -> None:
         """Train from the step after `progress` to the last one; log, validate, measure and save where they are due.
 
-        Updates `progress`. After the `deadline`, as `time.monotonic` says it, it stops early.
+        Updates `progress`. After `deadline`, a time of `time.monotonic`, it stops early.
 
         Raises:
             ValueError: the loss, its gradient or a weight is infinite or NaN.

@@ -261,7 +261,7 @@ def test_one_encoding_takes_over_what_all_layers_have_alike():
     with pytest.raises(ValueError, match=r"differ in window .local: 0.25, global: None"):
         variants(net | {"pe": differ}, ["yarn"])
     for wrong in ({"scale": 4}, {"local": {"window": 4}}):
-        with pytest.raises(ValueError, match="pe"):
+        with pytest.raises(ValueError, match=rf"pe\.{next(iter(wrong))} needs a _target_"):
             variants(net | {"pe": differ}, [encoding("hybrid") | wrong])
     for parts, asked, expected in ((differ, typed, (700.0, None)), (alike, "yarn", (500.0, 4))):
         (read,) = variants(net | {"pe": parts}, [asked])

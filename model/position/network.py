@@ -1,7 +1,7 @@
 """Functions of the encodings of a network's layers, one for each layer; layers may share an instance.
 
-A scale or a shorter window is no state of a network. It is a list of other encodings, which stand in for the network's
-own in one forward pass: see `GPT.hidden_states`.
+A scale is no state of a network. It is a list of other encodings, which stand in for the network's own in one forward
+pass: see `GPT.hidden_states`.
 """
 
 import copy

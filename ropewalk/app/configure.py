@@ -168,7 +168,7 @@ def _given_by(group: str, name: str) -> set[str]:
 def _data_of(source: str, data: Options) -> dict[str, Any]:
     """What the run's `data` take over from those of the model `source`: the tokenizer, and whether it begins texts.
 
-    Data of the same class split the documents alike, so that none is validated on that the model was trained on.
+    Data of the same class are split alike: of the same files none is validated on that the model was trained on.
     """
     keys = {"tokenizer", "bos"}
     if source.startswith("hf:"):

@@ -166,9 +166,9 @@ def _read(path: Path, left_out: LeftOut) -> tuple[pd.DataFrame, pd.DataFrame]:
         values |= {"training": read_training(path)}
     config = flatten(values)
     identity = read_json(path / "data.json")
-    earlier = identity.pop(EARLIER_STEPS, [])
-    if earlier and _other_rates(values, earlier):
-        config[EARLIER_STEPS] = _other_rates(values, earlier)
+    other_rates = _other_rates(values, identity.pop(EARLIER_STEPS, []))
+    if other_rates:
+        config[EARLIER_STEPS] = other_rates
     if MADE_OF in identity:  # runs on the same data are compared, whatever they start from
         config[MADE_OF] = identity.pop(MADE_OF)
     # Everything below groups and sorts by these, too: one of another type would fail far from its file.
@@ -203,12 +203,12 @@ def _other_rates(values: Mapping[str, Any], earlier: Iterable[tuple[int, int]]) 
         values: its configuration.
         earlier: see EARLIER_STEPS.
     """
-    optim = Optim(**values["optim"])
-    steps = values["trainer"]["max_steps"]
+
+    def rate(max_steps: int, step: int) -> float:
+        return learning_rate(step - 1, Optim(**values["optim"]), max_steps)
+
     # Rates that differ at all, differ at the last step.
-    differ = [
-        old for old, last in earlier if learning_rate(last - 1, optim, old) != learning_rate(last - 1, optim, steps)
-    ]
+    differ = [old for old, last in earlier if rate(old, last) != rate(values["trainer"]["max_steps"], last)]
     return ", ".join(map(str, differ))
 
 

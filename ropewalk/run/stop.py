@@ -48,7 +48,7 @@ def noting_signals() -> Iterator[list[str]]:
 
 
 def reasons_to_stop(signals: list[str], deadline: float) -> list[str]:
-    """Return the names of the noted `signals`, and of the time limit after its `deadline` by `time.monotonic`."""
+    """Return the names of `signals`, and trainer.time_limit once `time.monotonic` is past the `deadline`."""
     return [*signals, "trainer.time_limit"] if time.monotonic() > deadline else [*signals]
 
 
